@@ -101,11 +101,11 @@ install() {
     rm -f "$stamp"
     say "installing requirements.txt into $venv; once, some minutes"
     if [ "$trainium" = 1 ]; then
-        trainium_packages=(--extra-index-url https://pip.repos.neuron.amazonaws.com
-            -r <(sed -n 's/^#trainium //p' "$requirements"))
+        sed -n 's/^#trainium //p' "$requirements" >"$venv/trainium.txt"
+        trainium_packages=(--extra-index-url https://pip.repos.neuron.amazonaws.com -r "$venv/trainium.txt")
     elif [ "$(uname)" = Linux ] && ! have nvidia-smi && [ -z "${PIP_INDEX_URL-}${PIP_EXTRA_INDEX_URL-}${PIP_FIND_LINKS-}" ]; then
-        say "PyPI's torch for Linux brings gigabytes of CUDA libraries. To avoid them on a machine without GPU, stop this and"
-        say "set PIP_EXTRA_INDEX_URL to PyTorch's CPU index: pytorch.org, Get Started, Compute Platform CPU, after --index-url"
+        say "PyPI's torch for Linux brings gigabytes of CUDA libraries. Without a GPU, better stop this and first set"
+        say "PIP_EXTRA_INDEX_URL to the address that pytorch.org (Get Started, Linux, Pip, CPU) gives after --index-url"
     fi
     set -m # a process group, so that the sleep ends with its loop
     (while sleep 30 && kill -0 $$ 2>/dev/null; do say "still installing, $SECONDS s"; done) &
@@ -153,13 +153,9 @@ if [ "${1-}" = --lint ]; then
     exec "$python" -m ruff format --check .
 elif [ "${1-}" = --test ]; then
     cd "$here"
-    arguments=()
-    for a in "${@:2}"; do # --slow is a variable, so that `SLOW=1 pytest test_train.py` does the same
-        if [ "$a" = --slow ]; then export SLOW=1; else arguments+=("$a"); fi
-    done
     workers=$((cores < 4 ? cores : 4)) # each holds a torch and may start four ranks
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores / workers))}"
-    exec "$python" -m pytest -n "$workers" test_train.py ${arguments[@]+"${arguments[@]}"}
+    exec "$python" -m pytest -n "$workers" test_train.py "${@:2}"
 fi
 
 # ---- Neuron runtime; values that you set win ----------------------------------------------------
@@ -168,7 +164,7 @@ if [ "$trainium" = 1 ]; then
     # Two physical cores make one device. Unset, NKI compiles for one and the compiler for two: NCC_EVRF066.
     default NEURON_LOGICAL_NC_CONFIG 2
     # Otherwise in the temp folder: lost at the next restart, and compiling again takes minutes.
-    default TORCH_NEURONX_NEFF_CACHE_DIR "${XDG_CACHE_HOME:-$HOME/.cache}/qwen3-trn/neff"
+    default TORCH_NEURONX_NEFF_CACHE_DIR "${XDG_CACHE_HOME:-${HOME:-/var/tmp}/.cache}/qwen3-trn/neff"
     # Ranks wait in a collective while another one still compiles, 50 minutes for a very large graph.
     default PG_TIMEOUT_MINUTES 90
     # The same wait inside the runtime, in seconds; its own limit is 30.
@@ -219,22 +215,25 @@ if [ -n "${SLURM_JOB_ID-}" ]; then
     if [ "$NNODES" != 1 ]; then
         NODE_RANK=${NODE_RANK:-${SLURM_NODEID-}}
         MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
-        # The first node of a list such as trn[07-09,12],cpu3: trn07.
-        MASTER_ADDR=${MASTER_ADDR:-$(sed -E 's/^([^][,]*)(\[([^],-]*)[^]]*\])?.*/\1\3/' <<<"${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST-}}")}
+        list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST-}} # the first of trn[07-09,12],cpu3 is trn07
+        MASTER_ADDR=${MASTER_ADDR:-$(sed -E 's/^([^][,]*)(\[([^],-]*)[^]]*\])?.*/\1\3/' <<<"$list")}
     fi
 fi
-NGPU=${NGPU:-$((devices > 0 ? devices : 1))} NNODES=${NNODES:-1} LOG_RANK=${LOG_RANK:-0} MAX_RESTARTS=${MAX_RESTARTS:-0}
-number NGPU 1 $((devices > 0 ? devices : 4096)) && per_node=$NGPU || per_node=4096 # a process per device, not more
+NGPU=${NGPU:-$((devices > 0 ? devices : 1))} NNODES=${NNODES:-1}
+LOG_RANK=${LOG_RANK:-0} MAX_RESTARTS=${MAX_RESTARTS:-0}
+number NGPU 1 $((devices > 0 ? devices : 4096)) || true # at most a process per device
 number MAX_RESTARTS 0 1000 || true
 [ -z "${MASTER_PORT-}" ] || number MASTER_PORT 1 65535 || true
 [[ $LOG_RANK =~ ^[0-9]{1,4}(,[0-9]{1,4})*$ ]] || problems+=("LOG_RANK=$LOG_RANK must be local ranks, such as 0 or 0,3")
 if number NNODES 1 100000 && [ "$NNODES" != 1 ]; then
     NODE_RANK=${NODE_RANK-unset}
     number NODE_RANK 0 $((NNODES - 1)) || true
-    [ -n "${MASTER_ADDR-}" ] || problems+=("NNODES=$NNODES needs MASTER_ADDR, the first node's name or address, on every node")
+    [ -n "${MASTER_ADDR-}" ] || problems+=("NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0, on every node")
 fi
 [ ${#problems[@]} = 0 ] || die "${problems[@]}"
-for a in ${LOG_RANK//,/ }; do ((10#$a < per_node)) || die "LOG_RANK=$LOG_RANK: a node has local ranks 0 to $((NGPU - 1))"; done
+for a in ${LOG_RANK//,/ }; do
+    ((10#$a < NGPU)) || die "LOG_RANK=$LOG_RANK: a node has local ranks 0 to $((NGPU - 1))"
+done
 world_size=$((NNODES * NGPU))
 
 if [ "$NNODES" = 1 ]; then
@@ -247,6 +246,10 @@ else
         default FI_EFA_FORK_SAFE 1          # Python forks
     fi
 fi
+if [ "$host" = 1 ] && [ "$port" != 0 ]; then
+    "$python" -c "import socket; socket.create_server(('', $port))" 2>/dev/null ||
+        die "MASTER_PORT=$port is in use on this machine"
+fi
 # One process: torch's own choice. More: they share the cores.
 [ "$world_size" = 1 ] || default OMP_NUM_THREADS $((cores > NGPU ? cores / NGPU : 1))
 unset RANK LOCAL_RANK WORLD_SIZE # another launcher's values would mislead the trainer
@@ -254,16 +257,19 @@ unset RANK LOCAL_RANK WORLD_SIZE # another launcher's values would mislead the t
 
 # ---- Run ----------------------------------------------------------------------------------------
 tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+trap 'trap "" INT TERM HUP; rm -rf "$tmp"' EXIT
 export EXIT_CODE_FILE=$tmp/exit_code # the trainer writes its code there, because torchrun's is always 1
 export STOP_FILE=$tmp/stop           # exists once a signal came from outside, not from torchrun after a rank failed
 
-child="" signal="" signal_time=0
-forward() { # the first signal goes on, once: Slurm and `timeout` send several; a later one ends everything
-    if [ -z "$signal" ]; then
+child="" signal=0 signal_time=0 sent=0
+# The first signal goes on, once: Slurm and `timeout` send several. A later one ends everything. Builtins only, since
+# a terminal's signal would end any other program called here, too.
+# shellcheck disable=SC2329 # called by the traps below
+forward() {
+    if [ "$signal" = 0 ]; then
         signal=$1 signal_time=$SECONDS
-        touch "$STOP_FILE"
-        [ -z "$child" ] || kill -s "$1" "$child" 2>/dev/null || true
+        : >"$STOP_FILE"
+        if [ -n "$child" ]; then sent=1 && kill "-$1" "$child" 2>/dev/null || true; fi
     elif ((SECONDS > signal_time + 1)) && [ -n "$child" ]; then
         say "second signal: stopping at once"
         pkill -KILL -P "$child" 2>/dev/null || true # torchrun gives each rank a session of its own
@@ -271,9 +277,9 @@ forward() { # the first signal goes on, once: Slurm and `timeout` send several; 
     fi
     interrupted=1
 }
-trap 'forward INT' INT
-trap 'forward TERM' TERM
-trap 'forward HUP' HUP
+trap 'forward 1' HUP
+trap 'forward 2' INT
+trap 'forward 15' TERM
 
 # Runs the arguments in their own process group, where a terminal's Ctrl-C arrives only through forward. Sets $code.
 supervise() {
@@ -281,7 +287,7 @@ supervise() {
     "$@" </dev/null &
     child=$!
     set +m
-    [ -z "$signal" ] || kill -s "$signal" "$child" 2>/dev/null || true # it came before there was a child
+    if ((signal != 0 && sent == 0)); then kill "-$signal" "$child" || true; fi # came just before
     interrupted=1
     while [ "$interrupted" = 1 ]; do # a signal ends `wait` before the child's end
         interrupted=0 code=0
@@ -289,9 +295,9 @@ supervise() {
     done
     if [ "$code" = 0 ]; then return; fi
     if [ -s "$EXIT_CODE_FILE" ]; then
-        code=$(cat "$EXIT_CODE_FILE")
-    elif [ -n "$signal" ]; then
-        code=$((128 + $(kill -l "$signal")))
+        read -r code <"$EXIT_CODE_FILE" || true # no line end
+    elif [ "$signal" != 0 ]; then
+        code=$((128 + signal))
     fi
 }
 
@@ -304,21 +310,20 @@ if [ "$world_size" = 1 ] && [ "$MAX_RESTARTS" = 0 ]; then
     out=$!
     exec 4> >(trap '' INT TERM HUP && exec tee -a "$log" >&2)
     err=$!
-    supervise "$python" -u "$trainer" "$@" >&3 2>&4
+    supervise "$python" "$trainer" "$@" >&3 2>&4
     exec 3>&- 4>&-
     wait "$out" "$err" 2>/dev/null || true # the last lines
 else
     # All mistakes in one message before any process group exists, and the data is tokenised once.
     WORLD_SIZE=$world_size supervise "$python" "$trainer" --check "$@"
     [ "$code" = 0 ] || exit "$code"
-    if [ "$host" = 1 ] && [ "$port" != 0 ]; then
-        "$python" -c "import socket; socket.create_server(('', $port))" 2>/dev/null || die "MASTER_PORT=$port is in use on this machine"
-    fi
+    [ "$signal" = 0 ] || exit $((128 + signal)) # it came too late for the check to notice
     [ "$NNODES" = 1 ] || say "node $NODE_RANK of $NNODES; it waits for the others, run.sh on each, at $address:$port"
     default TORCH_ELASTIC_SHUTDOWN_TIMEOUT 600 # seconds for a last checkpoint after a signal, instead of 30
     arguments=(
         --nnodes "$NNODES" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" --role rank
-        --rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-conf "is_host=$host" --rdzv-id "${SLURM_JOB_ID:-qwen3-trn}"
+        --rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-conf "is_host=$host"
+        --rdzv-id "${SLURM_JOB_ID:-qwen3-trn}"
         --log-dir "$logs" --tee 3 --local-ranks-filter "$LOG_RANK"
     )
     if [ "$NNODES" = 1 ]; then arguments+=(--local-addr 127.0.0.1); fi # a laptop's own name may not resolve
