@@ -359,6 +359,11 @@ def validate(cfg: Config, hf: Any, world_size: int) -> list[str]:
     return errors
 
 
+def is_backend(name: str) -> bool:
+    # importing torch._dynamo takes a second; torch-neuronx registers its backend when it is imported
+    return name == "neuron" or name in torch._dynamo.list_backends(exclude_tags=())
+
+
 def check_values(cfg: Config) -> list[str]:
     """Ranges of single flags, and flags that have no effect beside others."""
     rules = [  # flag, holds, rule
@@ -388,6 +393,10 @@ def check_values(cfg: Config) -> list[str]:
          "must be 0 (off) or above"),
         ("device", cfg.device != "neuron" or os.path.exists("/dev/neuron0"), "there is no /dev/neuron0 here"),
         ("device", cfg.device != "cuda" or torch.cuda.is_available(), "PyTorch finds no CUDA GPU here"),
+        ("compile_backend", cfg.compile_backend is None or is_backend(cfg.compile_backend),
+         "must be a backend of torch.compile, such as inductor"),
+        ("random_init", not cfg.random_init or cfg.model not in PRESETS, "does nothing: a preset always has random weights"),
+        ("eval_steps", cfg.eval_every > 0 or cfg.eval_steps == Config.eval_steps, "does nothing without --eval_every"),
         ("compile_backend", cfg.compile or cfg.compile_backend is None, "does nothing without --compile"),
         ("decay_ratio", cfg.decay_ratio is None or cfg.decay_type != "none", "does nothing with --decay_type none"),
     ]  # fmt: skip
@@ -479,6 +488,9 @@ def load_model_config(cfg: Config) -> Any:
         )
     if "auto_map" in raw:
         errors.append(f"{folder}/config.json: auto_map asks to run code from the folder; remove it")
+    errors += check_architecture(raw, str(folder / "config.json"))
+    if errors:
+        raise UsageError("\n".join(errors))
     nested = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_theta")
     top = raw.get("rope_theta")
     if nested is None and top is None:
@@ -489,7 +501,6 @@ def load_model_config(cfg: Config) -> Any:
         errors.append(
             f"{folder}/config.json: rope_theta is {top} at the top, {nested} in rope_parameters; keep one"
         )
-    errors += check_architecture(raw, str(folder / "config.json"))
     if errors:
         raise UsageError("\n".join(errors))
     kind = Qwen3Config if raw["model_type"] == "qwen3" else Qwen3MoeConfig
@@ -502,12 +513,37 @@ def load_model_config(cfg: Config) -> Any:
 
 
 def check_architecture(raw: dict[str, Any], where: str) -> list[str]:
-    """What a config.json may ask for and neither backend computes."""
+    """Values of a config.json that are wrong, or that neither backend computes."""
     errors = []
+    sizes = (*_MOE, "vocab_size", "head_dim", "num_local_experts", "decoder_sparse_step", "max_position_embeddings")  # fmt: skip
+    for name in sizes:
+        value = raw.get(name, 1)
+        if name != "tie_word_embeddings" and (type(value) is not int or value < 1):
+            errors.append(f"{where}: {name} {value!r} must be a whole number above 0")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        errors.append(f"{where}: rope_parameters {rope!r} must be an object")
+    if errors:
+        return errors
+    for theta in (raw.get("rope_theta"), rope.get("rope_theta")):
+        if theta is not None and not (isinstance(theta, int | float) and theta > 0):
+            errors.append(f"{where}: rope_theta {theta!r} must be a number above 0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "yarn"):
         errors.append(f"{where}: rope_type {kind!r} must be default or yarn")
+    if raw.get("head_dim", 2) % 2:
+        errors.append(f"{where}: head_dim {raw['head_dim']} must be even, for rotary pairs")
+    experts, top_k = (
+        raw.get("num_experts", raw.get("num_local_experts")),
+        raw.get("num_experts_per_tok"),
+    )
+    if experts and top_k and top_k > experts:
+        errors.append(f"{where}: num_experts_per_tok {top_k} must be at most num_experts {experts}")
+    for name in ("quantization_config", "partial_rotary_factor"):
+        if raw.get(name):
+            errors.append(f"{where}: {name} is not supported; use a folder without it")
+    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+        errors.append(f"{where}: layer_types must all be full_attention")
     if raw.get("use_sliding_window"):
         errors.append(
             f"{where}: use_sliding_window is not supported; set it to false for full attention"
@@ -1359,6 +1395,10 @@ def parallelize(model: Qwen3ForCausalLM, mesh: DeviceMesh, cfg: Config) -> None:
         or cfg.mixed_precision_param != "float32"
         or cfg.cpu_offload
     ):
+        if cfg.cpu_offload and mesh.device_type == "cpu":
+            log.warning(
+                "--cpu_offload has no effect on a CPU: everything is in host memory already"
+            )
         apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"], cfg)
 
 
