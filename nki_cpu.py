@@ -40,7 +40,7 @@ BANK_BYTES, BANKS = 2048, 8  # PSUM, per partition
 MOVING, STATIONARY = 512, 128  # columns of a matmul's operands
 
 # In SBUF and PSUM all float dtypes are float32 arrays of rounded values; HBM holds the true bits.
-FLOATS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+FLOATS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 INTS = {"int32": np.int32, "uint32": np.uint32}
 DTYPES = {**FLOATS, **INTS}
 NAMES = {np.dtype(t): name for name, t in DTYPES.items()}
@@ -162,24 +162,10 @@ def _release(live: dict[str, int], buffer: str, size: int) -> None:
 
 
 class NkiScalar:
-    """An integer on the device: arithmetic is allowed, Python decisions on it are not."""
+    """An integer on the device, for addresses and trip counts; Python cannot decide by it."""
 
     def __init__(self, value: int) -> None:
-        self.value = (value + 2**31) % 2**32 - 2**31  # int32 wraps
-
-    def _with(self, other: Any, op: Callable[[int, int], int]) -> "NkiScalar":
-        return NkiScalar(op(self.value, other.value if isinstance(other, NkiScalar) else other))
-
-    def __add__(self, other: Any) -> "NkiScalar":
-        return self._with(other, lambda a, b: a + b)
-
-    def __sub__(self, other: Any) -> "NkiScalar":
-        return self._with(other, lambda a, b: a - b)
-
-    def __mul__(self, other: Any) -> "NkiScalar":
-        return self._with(other, lambda a, b: a * b)
-
-    __radd__, __rmul__ = __add__, __mul__
+        self.value = value
 
     def _unknown(self, *_: Any) -> Any:
         raise NkiValidationError("NkiScalar: its value is not known while the kernel is built")
@@ -238,14 +224,16 @@ class NkiTensor:
                 start = 0 if k.start is None else k.start
                 stop, step = n if k.stop is None else k.stop, k.step or 1
                 check(
-                    0 <= start < stop <= n and step > 0, f"slice {k} of dim {dim}, which has size {n}"
+                    0 <= start < stop <= n and step > 0,
+                    f"slice {k} of dim {dim}, which has size {n}",
                 )
                 shape.append(-(-(stop - start) // step))
                 strides.append(self.strides[dim] * step)
                 offset += start * self.strides[dim]
             else:
                 check(
-                    isinstance(k, int), f"index {k!r} of dim {dim}: Python int or slice; use ap for more"
+                    isinstance(k, int),
+                    f"index {k!r} of dim {dim}: Python int or slice; use ap for more",
                 )
                 check(0 <= k < n, f"index {k} of dim {dim}, which has size {n}")
                 offset += k * self.strides[dim]
@@ -267,11 +255,6 @@ class NkiTensor:
         put = [*self.shape[:dim], size, *self.shape[dim + 1 :]]
         return self._view(put, [*self.strides[:dim], 0, *self.strides[dim + 1 :]])
 
-    def permute(self, dims: tuple[int, ...]) -> "NkiTensor":
-        check(sorted(dims) == list(range(self.ndim)), f"permute {dims} of {self.shape}")
-        check(not self.on_chip or dims[0] == 0, "permute: the partition dim (0) stays as it is")
-        return self._view([self.shape[d] for d in dims], [self.strides[d] for d in dims])
-
     def ap(
         self,
         pattern: list[list[int]],
@@ -284,7 +267,9 @@ class NkiTensor:
         the tensor's start or the view's, its own strides or the tensor's), so only whole tensors."""
         storage, total = self.storage, int(np.prod(self.storage.shape))
         check(self.shape == storage.shape and not self.offset, "ap: not modelled on a view")
-        check(scalar_offset is None or vector_offset is None, "ap: scalar or vector offset, not both")
+        check(
+            scalar_offset is None or vector_offset is None, "ap: scalar or vector offset, not both"
+        )
         strides, shape = zip(*pattern, strict=True)
         if self.on_chip:
             check(strides[0] == storage.free_size, "ap: on chip dim 0 steps over partitions")
@@ -308,7 +293,7 @@ class NkiTensor:
             index = _index(scalar_offset)
             outside = not 0 <= index < storage.shape[indirect_dim]
             offset += 0 if outside else index * step
-        inside = 0 <= offset and offset + extent < total
+        inside = offset >= 0 and offset + extent < total
         check(inside, f"ap: pattern {pattern} from {offset} leaves the tensor of {total} elements")
         return NkiTensor(storage, offset, shape, strides, outside=outside)
 
@@ -322,7 +307,7 @@ class NkiTensor:
             array = array[self.rows]
         if self.dtype == "bfloat16" and not self.on_chip:
             return (array.astype(np.uint32) << 16).view(np.float32)
-        return array.astype(np.float32) if self.dtype == "float16" else array
+        return array
 
     def floats(self) -> np.ndarray:
         return self.numbers().astype(np.float32, copy=False)
@@ -331,7 +316,8 @@ class NkiTensor:
         """Round to the dtype and store, through whatever view this is."""
         storage = self.storage
         check(not storage.read_only, "kernel arguments are read-only: write to nl.shared_hbm")
-        check(0 not in self.strides or self.size == 1, "cannot write through a stride of 0")
+        repeated = any(s == 0 and k > 1 for s, k in zip(self.strides, self.shape, strict=True))
+        check(not repeated, "cannot write through a stride of 0: elements would fall together")
         self._touch(write=True)
         value = np.asarray(value).reshape(self.shape)
         kind = DTYPES[self.dtype]
@@ -385,10 +371,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 OPS = [
-    *(Op(n, getattr(np, n)) for n in ("add", "subtract", "multiply", "maximum", "minimum")),
-    Op("copy", lambda x: x, unary=True),
-    Op("exp", np.exp, unary=True),
-    Op("sigmoid", _sigmoid, unary=True),
+    *(Op(n, getattr(np, n)) for n in ("add", "subtract", "multiply")),
     Op("silu", lambda x: x * _sigmoid(x), unary=True),
     Op("silu_dx", lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))), unary=True),
 ]
@@ -432,9 +415,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[NkiScalar], None]) -> 
 
 
 # ---- nki.isa ------------------------------------------------------------------------------------
-engine = Enum("engine", "unknown tensor vector scalar gpsimd dma sync")
 oob_mode = Enum("oob_mode", "error skip")
-dge_mode = Enum("dge_mode", "unknown swdge hwdge none")
 
 
 def _issue(on: str) -> Run:
@@ -473,14 +454,6 @@ def _one_psum(a: NkiTensor, b: NkiTensor) -> None:
         check(starts[0] == starts[1], f"SBUF inputs start at different partitions: {starts}")
 
 
-def _choose(on: Enum, default: str, *tiles: NkiTensor) -> str:
-    """The engine's name; GpSimd cannot reach PSUM."""
-    psum = any(t.buffer == "psum" for t in tiles)
-    check(on is not engine.gpsimd or not psum, "the GpSimd engine cannot access PSUM")
-    check(on in engine and on not in (engine.dma, engine.sync, engine.tensor), f"no {on} here")
-    return default if on is engine.unknown else on.name
-
-
 def _in_bank(dst: NkiTensor) -> None:
     first = dst.offset % dst.storage.free_size
     last = first + sum(s * (n - 1) for s, n in zip(dst.strides[1:], dst.shape[1:], strict=True))
@@ -494,9 +467,7 @@ def _transfer(dst: NkiTensor, src: NkiTensor, value: np.ndarray, size: int) -> N
     program.run.hbm_written += 0 if dst.on_chip else size * dst.storage.itemsize
 
 
-def dma_copy(
-    dst: NkiTensor, src: NkiTensor, oob_mode: Any = oob_mode.error, dge_mode: Any = dge_mode.unknown
-) -> None:
+def dma_copy(dst: NkiTensor, src: NkiTensor, oob_mode: Any = oob_mode.error) -> None:
     """dst = src between HBM and SBUF, with a cast through float32 where dtypes differ."""
     _issue("dma")
     skip = oob_mode.name == "skip"
@@ -507,9 +478,6 @@ def dma_copy(
     check(dst.size == src.size, f"dma_copy: element counts of {dst.shape} and {src.shape} differ")
     same = [tuple(n for n in t.shape if n > 1) for t in (dst, src)]
     check(same[0] == same[1], f"dma_copy: shapes {dst.shape} and {src.shape} differ")
-    if dge_mode.name == "hwdge":
-        check(dst.dtype == src.dtype, "dma_copy: hwdge needs equal dtypes")
-        check(not dst.indirect and not src.indirect, "dma_copy: hwdge takes no index per row")
     if dst.outside or src.outside:
         check(skip, "dma_copy: scalar_offset is out of bounds; oob_mode.skip skips it")
         return
@@ -548,19 +516,22 @@ def dma_transpose(
     _transfer(dst, src, src.numbers().transpose(axes), dst.size)
 
 
-def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: Any = engine.unknown) -> None:
-    _issue(_choose(engine, "vector", dst, src))
+def tensor_copy(dst: NkiTensor, src: NkiTensor) -> None:
+    _issue("vector")
     _tile("tensor_copy dst", dst)
     _tile("tensor_copy src", src)
     _same(dst, src)
     dst.write(src.numbers())
 
 
-def memset(dst: NkiTensor, value: float, engine: Any = engine.unknown) -> None:
-    _issue(_choose(engine, "vector", dst))
+def memset(dst: NkiTensor, value: float) -> None:
+    _issue("vector")
     _tile("memset dst", dst)
     kind = int if dst.dtype in INTS else float
-    check(type(value) is kind, f"memset: value {value!r} of a {dst.dtype} tile must be {kind.__name__}")
+    check(
+        type(value) is kind,
+        f"memset: value {value!r} of a {dst.dtype} tile must be {kind.__name__}",
+    )
     dst.write(np.full(dst.shape, value))
 
 
@@ -619,8 +590,12 @@ def nc_transpose(dst: NkiTensor, data: NkiTensor) -> None:
     n, m = _tile("nc_transpose data", data, "sbuf")
     _tile("nc_transpose dst", dst, "psum")
     check(m <= 128, f"nc_transpose: {data.shape} exceeds 128 x 128")
-    check((dst.shape[0], dst.size) == (m, m * n), f"nc_transpose: dst {dst.shape} is not ({m}, {n})")
-    check(dst.dtype == data.dtype, f"nc_transpose: dst is {dst.dtype}, must be {data.dtype} as data")
+    check(
+        (dst.shape[0], dst.size) == (m, m * n), f"nc_transpose: dst {dst.shape} is not ({m}, {n})"
+    )
+    check(
+        dst.dtype == data.dtype, f"nc_transpose: dst is {dst.dtype}, must be {data.dtype} as data"
+    )
     _in_bank(dst)
     _issue("tensor").tensor_cycles += n * (4 if data.dtype == "float32" else 1)
     dst.write(data.numbers().reshape(n, m).T)
@@ -637,10 +612,8 @@ def _scalar(x: Any, data: NkiTensor) -> Any:
     return x.numbers().reshape(-1, *[1] * (data.ndim - 1))
 
 
-def tensor_tensor(
-    dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Op, engine: Any = engine.unknown
-) -> None:
-    _issue(_choose(engine, "vector", dst, data1, data2))
+def tensor_tensor(dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Op) -> None:
+    _issue("vector")
     for name, t in (("dst", dst), ("data1", data1), ("data2", data2)):
         _tile(f"tensor_tensor {name}", t)
     check(isinstance(op, Op) and not op.unary, f"tensor_tensor: {op} does not take two operands")
@@ -698,14 +671,6 @@ class Namespace:
         raise AttributeError(f"{self.__name__}.{name} is not modelled by nki_cpu.py")
 
 
-class TileSize:
-    """nl.tile_size of Trainium2."""
-
-    pmax, psum_num_banks = PARTITIONS, BANKS
-    gemm_stationary_fmax, gemm_moving_fmax = STATIONARY, MOVING
-    psum_bank_fmax, psum_bank_fmax_bytes, sbuf_fmax_bytes = 512, BANK_BYTES, SBUF_BYTES
-
-
 language = Namespace(
     "nki.language",
     {
@@ -713,7 +678,6 @@ language = Namespace(
         **{op.name: op for op in OPS},
         **{name: name for name in ("sbuf", "psum", "shared_hbm")},
         **{f.__name__: f for f in (ndarray, program_id, num_programs, fori_loop, NkiTensor)},
-        "tile_size": TileSize,
     },
 )
 isa = Namespace(
@@ -722,7 +686,7 @@ isa = Namespace(
         f.__name__: f
         for f in (
             dma_copy, dma_transpose, tensor_copy, memset, iota, nc_matmul, nc_transpose, tensor_tensor,
-            scalar_tensor_tensor, activation, scalar_load, core_barrier, engine, oob_mode, dge_mode,
+            scalar_tensor_tensor, activation, scalar_load, core_barrier, oob_mode,
             NkiScalar, NkiValidationError,
         )
     },

@@ -118,6 +118,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 log = logging.getLogger("qwen3-trn")
+SILENT = logging.Logger("silent", logging.CRITICAL)
 
 
 # ---- Configuration ------------------------------------------------------------------------------
@@ -481,28 +482,12 @@ def load_model_config(cfg: Config) -> Any:
         return Qwen3MoeConfig(**sizes, **moe, rope_parameters=rope, use_cache=False)
     folder = model_folder(cfg, ["config.json"])
     raw = read_json(folder / "config.json")
-    errors = []
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
         raise UsageError(
             f"{folder}/config.json: model_type {raw.get('model_type')!r} must be qwen3 or qwen3_moe"
         )
-    if "auto_map" in raw:
-        errors.append(f"{folder}/config.json: auto_map asks to run code from the folder; remove it")
-    errors += check_architecture(raw, str(folder / "config.json"))
-    if errors:
-        raise UsageError("\n".join(errors))
-    nested = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_theta")
-    top = raw.get("rope_theta")
-    if nested is None and top is None:
-        errors.append(
-            f"{folder}/config.json: no rope_theta, neither at the top nor in rope_parameters; add it"
-        )
-    elif None not in (nested, top) and nested != top:
-        errors.append(
-            f"{folder}/config.json: rope_theta is {top} at the top, {nested} in rope_parameters; keep one"
-        )
-    if errors:
-        raise UsageError("\n".join(errors))
+    if errors := check_architecture(raw):
+        raise UsageError("\n".join(f"{folder}/config.json: {e}" for e in errors))
     kind = Qwen3Config if raw["model_type"] == "qwen3" else Qwen3MoeConfig
     try:
         hf = kind.from_dict(raw)
@@ -512,50 +497,51 @@ def load_model_config(cfg: Config) -> Any:
     return hf
 
 
-def check_architecture(raw: dict[str, Any], where: str) -> list[str]:
+def check_architecture(raw: dict[str, Any]) -> list[str]:
     """Values of a config.json that are wrong, or that neither backend computes."""
-    errors = []
-    sizes = (*_MOE, "vocab_size", "head_dim", "num_local_experts", "decoder_sparse_step", "max_position_embeddings")  # fmt: skip
-    for name in sizes:
-        value = raw.get(name, 1)
-        if name != "tie_word_embeddings" and (type(value) is not int or value < 1):
-            errors.append(f"{where}: {name} {value!r} must be a whole number above 0")
+    sizes = {*_MOE, "vocab_size", "head_dim", "num_local_experts", "decoder_sparse_step"}
+    sizes = sizes - {"tie_word_embeddings"} | {"max_position_embeddings"}
+    errors = [
+        f"{name} {raw[name]!r} must be a whole number above 0"
+        for name in sorted(sizes & raw.keys())
+        if type(raw[name]) is not int or raw[name] < 1
+    ]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        errors.append(f"{where}: rope_parameters {rope!r} must be an object")
+        errors.append(f"rope_parameters {rope!r} must be an object")
     if errors:
-        return errors
-    for theta in (raw.get("rope_theta"), rope.get("rope_theta")):
-        if theta is not None and not (isinstance(theta, int | float) and theta > 0):
-            errors.append(f"{where}: rope_theta {theta!r} must be a number above 0")
+        return errors  # the rules below would trip over them
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        errors.append(f"{where}: rope_type {kind!r} must be default or yarn")
-    if raw.get("head_dim", 2) % 2:
-        errors.append(f"{where}: head_dim {raw['head_dim']} must be even, for rotary pairs")
+    top, nested = raw.get("rope_theta"), rope.get("rope_theta")
+    thetas = {t for t in (top, nested) if t is not None}
+    layers = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+    heads, kv = raw.get("num_attention_heads", 1), raw.get("num_key_value_heads", 1)
     experts, top_k = (
         raw.get("num_experts", raw.get("num_local_experts")),
         raw.get("num_experts_per_tok"),
     )
-    if experts and top_k and top_k > experts:
-        errors.append(f"{where}: num_experts_per_tok {top_k} must be at most num_experts {experts}")
-    for name in ("quantization_config", "partial_rotary_factor"):
-        if raw.get(name):
-            errors.append(f"{where}: {name} is not supported; use a folder without it")
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        errors.append(f"{where}: layer_types must all be full_attention")
-    if raw.get("use_sliding_window"):
-        errors.append(
-            f"{where}: use_sliding_window is not supported; set it to false for full attention"
-        )
-    if raw.get("hidden_act", "silu") != "silu":
-        errors.append(f"{where}: hidden_act {raw['hidden_act']!r} must be silu")
-    if raw.get("attention_dropout", 0):
-        errors.append(f"{where}: attention_dropout {raw['attention_dropout']} must be 0")
-    heads, kv = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if heads and kv and heads % kv:
-        errors.append(f"{where}: num_key_value_heads {kv} must divide num_attention_heads {heads}")
-    return errors
+    act, dropout, head_dim = (
+        raw.get("hidden_act", "silu"),
+        raw.get("attention_dropout", 0),
+        raw.get("head_dim", 2),
+    )
+    rules = [  # holds, rule
+        ("auto_map" not in raw, "auto_map asks to run code from the folder; remove it"),
+        (len(thetas) > 0, "no rope_theta, neither at the top nor in rope_parameters; add it"),
+        (len(thetas) < 2, f"rope_theta is {top} at the top, {nested} in rope_parameters; keep one"),
+        (all(isinstance(t, int | float) and t > 0 for t in thetas), f"rope_theta {thetas} must be a number above 0"),
+        (kind in ("default", "yarn"), f"rope_type {kind!r} must be default or yarn"),
+        (head_dim % 2 == 0, f"head_dim {head_dim} must be even, for rotary pairs"),
+        (heads % kv == 0, f"num_key_value_heads {kv} must divide num_attention_heads {heads}"),
+        (not (experts and top_k) or top_k <= experts, f"num_experts_per_tok {top_k} must be at most num_experts {experts}"),
+        (act == "silu", f"hidden_act {act!r} must be silu"),
+        (not dropout, f"attention_dropout {dropout} must be 0"),
+        (not raw.get("use_sliding_window"), "use_sliding_window is not supported; set it to false for full attention"),
+        (not layers, f"layer_types {layers} are not supported; all must be full_attention"),
+        (not raw.get("quantization_config"), "quantization_config is not supported; use a folder in bf16 or float32"),
+        (not raw.get("partial_rotary_factor"), "partial_rotary_factor is not supported"),
+    ]  # fmt: skip
+    return [rule for holds, rule in rules if not holds]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -2449,7 +2435,7 @@ def preflight(cfg: Config) -> Any:
             hf, cfg.seq_len, cfg.tensor_parallel_degree, overrides, device_type(cfg)
         )
         if not errors:  # on a throw-away model without memory: conflicts show before devices start
-            kernels.apply_overrides(build_model(cfg, hf), overrides, logging.getLogger("silent"))
+            kernels.apply_overrides(build_model(cfg, hf), overrides, SILENT)
     try:
         Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.output_dir).close()
