@@ -2031,6 +2031,18 @@ def scaled(module):
     assert type(model.attn.proj).__name__ == "Scaled"
 
 
+def test_override_of_the_readme(tmp_path):
+    """The example file, as a user would paste it, changes the loss and nothing else."""
+    code = (HERE / "README.md").read_text().split("```python\n# my_overrides.py\n")[1].split("```")[0]
+    assert len(code.strip().splitlines()) <= 16
+    (tmp_path / "my_overrides.py").write_text(code)
+    argv = ["--steps", "1", "--bs", "1", "--output_dir", str(tmp_path)]
+    argv += ["--override", "my_overrides.geglu"]
+    done = command(*argv, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.0.mlp: 1 x GeGLU (my_overrides.geglu)" in done.stdout
+
+
 # ---- Training with kernels ----------------------------------------------------------------------
 @functools.cache
 def losses_of(world: int, flags: str, simulator: str = "0") -> list[float]:

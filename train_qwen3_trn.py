@@ -2025,7 +2025,7 @@ def device_type(cfg: Config) -> str:
     """neuron, cuda or cpu. Does not touch the device: on Trainium the process group must come first."""
     if cfg.device != "auto":
         return cfg.device
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     cuda = found is not None and found.type == "cuda"  # a laptop's mps has no process group
     return "neuron" if os.path.exists("/dev/neuron0") else "cuda" if cuda else "cpu"
 
@@ -2038,7 +2038,7 @@ def pick_device(cfg: Config) -> torch.device:
         group_align = 128
         import torch_neuronx  # noqa: F401 - registers the device and its process-group backend
     elif kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device(kind)
 
 
