@@ -2033,7 +2033,9 @@ def scaled(module):
 
 def test_override_of_the_readme(tmp_path):
     """The example file, as a user would paste it, changes the loss and nothing else."""
-    code = (HERE / "README.md").read_text().split("```python\n# my_overrides.py\n")[1].split("```")[0]
+    code = (
+        (HERE / "README.md").read_text().split("```python\n# my_overrides.py\n")[1].split("```")[0]
+    )
     assert len(code.strip().splitlines()) <= 16
     (tmp_path / "my_overrides.py").write_text(code)
     argv = ["--steps", "1", "--bs", "1", "--output_dir", str(tmp_path)]

@@ -12,8 +12,9 @@ The mesh, tp innermost, so that a tp group of 4 is one Trainium chip (4 logical 
     dp_shard       parameters, gradients, optimizer       all-gather, reduce-scatter (FSDP2)
     tp             heads, FFN columns, experts, vocabulary; between blocks the sequence (SP)
 
-Read from top to bottom: configuration, model, Hugging Face model and weights, parallelism, data,
-loss, optimizer, metrics, and at the end the training loop. The model never asks which rank it is.
+Read from top to bottom: configuration, model, Hugging Face model and weights, parallelism, loss,
+optimizer, metrics, and at the end the training loop; data.py makes the batches, checkpoint.py reads
+weights. The model never asks which rank it is.
 
 Shape letters, here and in kernels.py: B batch, S sequence, T tokens = B*S, D hidden, N query heads,
 K key/value heads (top-k in the router), H head_dim, F FFN width, E experts, e local experts,
@@ -38,14 +39,12 @@ import platform
 import resource
 import socket
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -83,6 +82,7 @@ from torch.utils.checkpoint import (
 from transformers.hf_argparser import HfArgumentParser
 from transformers.integrations.moe import ExpertsInterface
 
+import data
 import kernels
 from checkpoint import (
     UsageError,
@@ -93,8 +93,18 @@ from checkpoint import (
     read_json,
     unique_parameters,
 )
+from data import (  # noqa: F401 - some for tests and scripts
+    BYTE_EOS,
+    IGNORE_INDEX,
+    Batch,
+    Encoder,
+    FileRows,
+    Loader,
+    StreamRows,
+    make_batch,
+    write_tokens,
+)
 
-IGNORE_INDEX = -100  # a label with this value is not trained on (torch's and transformers' value)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Dense bf16 FLOP/s of one device as PyTorch sees it. trn2: one logical core at LNC=2 is two physical
 # cores of 79e12 (torchtitan tools/utils.py uses the same figure); GPUs: the vendors' data sheets.
@@ -106,7 +116,7 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "MI300X": 1307e12,
 }
-QWEN3_VOCAB, BYTE_EOS = 151_936, 256  # Qwen3's padded vocabulary; bytes are 0..255, then EOS
+QWEN3_VOCAB = 151_936  # Qwen3's padded vocabulary
 # The published sizes (config.json of Qwen/Qwen3-*), with names as in transformers' Qwen3Config.
 _DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
@@ -161,13 +171,28 @@ class ModelFlags:
 @dataclass
 class DataFlags:
     _argument_group_name = "data"
+    task: Literal["pretrain", "sft"] = flag(
+        "pretrain",
+        "pretrain: all tokens of texts; sft: the assistant's tokens of conversations, in the model's "
+        "chat template",
+    )
+    packing: Literal["auto", "concat", "isolate", "none"] = flag(
+        "auto",
+        "how documents fill rows. concat: end to end, and tokens attend across documents; isolate: "
+        "side by side, attention and positions of each on its own; none: one a row, padded. "
+        "auto: concat, and none with --task sft",
+    )
     dataset: str = flag(
         "demo",
         "demo (Python's own source files), a local .txt, .jsonl, .parquet or .npy file, or a hub id",
     )
     dataset_config: str | None = flag(None, "configuration of a hub dataset; default: its own")
     split: str = flag("train", "split of a hub dataset")
-    text_column: str = flag("text", "column of .jsonl, .parquet and hub rows that holds the text")
+    text_column: str | None = flag(
+        None,
+        "column of .jsonl, .parquet and hub rows that holds the text, or the messages; default: text, "
+        "and messages with --task sft",
+    )
     streaming: bool = flag(False, "read a hub dataset as a stream instead of downloading it whole")
     disable_shuffle: bool = flag(False, "keep the rows in file order")
     seq_len: int = flag(256, "tokens in a training row (> 0)")
@@ -256,6 +281,10 @@ class OutputFlags:
     tensorboard: bool = flag(False, "write TensorBoard files (needs the tensorboard package)")
     wandb: bool = flag(False, "log to Weights & Biases (needs the wandb package)")
     profile: bool = flag(False, "write a torch.profiler trace of steps 3 to 5 to OUTPUT_DIR/trace")
+    inspect: int = flag(
+        0,
+        "print this many training rows as text, what is trained in \u27e6 \u27e7, then stop; 0: off",
+    )
     check: bool = flag(False, "check flags and prepare the data, then stop; run.sh does this first")
 
 
@@ -266,6 +295,10 @@ class Config(OutputFlags, ParallelFlags, OptimFlags, DataFlags, ModelFlags):
     def __post_init__(self) -> None:
         if self.warmup_steps is None:
             self.warmup_steps = min(5, self.steps // 2)
+        if self.text_column is None:
+            self.text_column = "messages" if self.task == "sft" else "text"
+        if self.packing == "auto":
+            self.packing = "none" if self.task == "sft" else "concat"
 
 
 class Parser(HfArgumentParser):
@@ -405,6 +438,7 @@ def check_values(cfg: Config) -> list[str]:
             f"--decay_ratio {cfg.decay_ratio} of --steps {cfg.steps} and --warmup_steps {cfg.warmup_steps} "
             f"overlap; --decay_ratio may be at most {1 - cfg.warmup_steps / cfg.steps:.3f}"
         )
+    errors += data.check_data_flags(cfg, cfg.model in PRESETS)
     for package in [p for p in ("tensorboard", "wandb") if getattr(cfg, p)]:
         if not transformers.utils.import_utils._is_package_available(package)[0]:
             errors.append(
@@ -681,14 +715,31 @@ class Rotary(nn.Module):
         return rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
 
 
-def causal_attention(
-    q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor
-) -> torch.Tensor:
-    """Causal softmax(q k / sqrt(H)) v -> [B, N, S, H]. Each key/value head serves N/K query heads.
+def isolation(document_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in the row each token's document starts [B, S] (-1: padding) -> positions [B, S], and who
+    may be seen [B, 1, S, S] bool: the tokens of the same document up to oneself.
 
-    On Trainium, S % 512 == 0 and H <= 128 select TorchNeuron's flash kernel.
+    Padding sees all before it, so that no row of the mask is empty; nothing real sees padding.
     """
-    return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=True)
+    place = torch.arange(document_starts.shape[1], device=document_starts.device)
+    seen = (place <= place[:, None]) & (place >= document_starts[:, None, :, None])
+    return place - document_starts.clamp(min=0), seen
+
+
+def causal_attention(
+    q_BNSH: torch.Tensor,
+    k_BKSH: torch.Tensor,
+    v_BKSH: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax(q k / sqrt(H)) v -> [B, N, S, H], causal or by a mask [B, 1, S, S] bool. Each key/value
+    head serves N/K query heads.
+
+    On Trainium, S % 512 == 0, H <= 128 and no mask select TorchNeuron's flash kernel.
+    """
+    return F.scaled_dot_product_attention(
+        q_BNSH, k_BKSH, v_BKSH, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
 
 
 class Attention(nn.Module):
@@ -705,7 +756,11 @@ class Attention(nn.Module):
         self.rotary = Rotary()
 
     def forward(
-        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         B, S, _ = hidden_states.shape
         # -1 heads: with tensor parallelism the projections return this rank's share
@@ -713,7 +768,7 @@ class Attention(nn.Module):
         k_BSKH = self.k_proj(hidden_states).view(B, S, -1, self.head_dim)
         v_BSKH = self.v_proj(hidden_states).view(B, S, -1, self.head_dim)
         q_BSNH, k_BSKH = self.rotary(self.q_norm(q_BSNH), self.k_norm(k_BSKH), cos, sin)
-        out_BNSH = causal_attention(*(t.transpose(1, 2) for t in (q_BSNH, k_BSKH, v_BSKH)))
+        out_BNSH = causal_attention(*(t.transpose(1, 2) for t in (q_BSNH, k_BSKH, v_BSKH)), mask)
         return self.o_proj(out_BNSH.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -856,8 +911,14 @@ class TransformerBlock(nn.Module):
         self.input_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -871,11 +932,16 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(hf, seq_len)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, document_starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb.cos, self.rotary_emb.sin
+        cos, sin, mask = self.rotary_emb.cos, self.rotary_emb.sin, None
+        if document_starts is not None:
+            positions, mask = isolation(document_starts)
+            cos, sin = F.embedding(positions, cos), F.embedding(positions, sin)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
 
 
@@ -894,9 +960,9 @@ class LMHead(nn.Linear):
 class Qwen3ForCausalLM(nn.Module):
     """Decoder and head. Both backends share it: ``model`` is Qwen3Model above or transformers' own."""
 
-    def __init__(self, hf: Any, model: nn.Module) -> None:
+    def __init__(self, hf: Any, model: nn.Module, isolate: bool = False) -> None:
         super().__init__()
-        self.config = hf
+        self.config, self.isolate = hf, isolate
         self.model = model
         self.lm_head = LMHead(hf.hidden_size, hf.vocab_size, bias=False)
         self.tie_weights()
@@ -907,10 +973,20 @@ class Qwen3ForCausalLM(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """input_ids, labels [B, S] (already shifted: labels[t] follows input_ids[t]) -> the sum of the
-        losses of valid labels, float32; without labels the logits [B, S, V]."""
-        return self.lm_head(self.model(input_ids), labels)
+        losses of valid labels, float32; without labels the logits [B, S, V].
+
+        ``document_starts`` isolates the documents of a row; one document before padding needs none.
+        """
+        return self.lm_head(
+            self.model(input_ids, document_starts if self.isolate else None), labels
+        )
 
 
 # ---- Hugging Face model and weights -------------------------------------------------------------
@@ -919,22 +995,24 @@ def hf_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: None,
+    mask: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention of this file, in the form of transformers' AttentionInterface.
 
-    An implementation that AttentionMaskInterface does not know gets no mask, so transformers neither
-    builds one (from the sequence-sharded hidden states, wrongly) nor reads position ids on the host.
+    For an implementation that AttentionMaskInterface does not know, transformers hands on a ready 4-D
+    mask; it neither builds one (from the sequence-sharded hidden states, wrongly) nor reads position
+    ids on the host.
     """
-    return causal_attention(query, key, value).transpose(1, 2), None
+    return causal_attention(query, key, value, mask).transpose(1, 2), None
 
 
 def build_model(cfg: Config, hf: Any) -> Qwen3ForCausalLM:
     """The model of --backend, on the meta device: no memory, no values yet."""
+    isolate = cfg.packing == "isolate"
     with torch.device("meta"):
         if cfg.backend == "native":
-            return Qwen3ForCausalLM(hf, Qwen3Model(hf, cfg.seq_len))
+            return Qwen3ForCausalLM(hf, Qwen3Model(hf, cfg.seq_len), isolate)
         ours = dict.fromkeys(("attn_implementation", "experts_implementation"), "qwen3_trn")
         transformers.AttentionInterface.register("qwen3_trn", hf_attention)
         ExpertsInterface.register("qwen3_trn", experts_forward)
@@ -943,7 +1021,7 @@ def build_model(cfg: Config, hf: Any) -> Qwen3ForCausalLM:
         ).model
         position_ids = torch.arange(cfg.seq_len, device="cpu")[None]
         decoder.forward = functools.partial(hf_forward, decoder.forward, position_ids)
-        return Qwen3ForCausalLM(hf, decoder)
+        return Qwen3ForCausalLM(hf, decoder, isolate)
 
 
 def override_specs(cfg: Config) -> list[str]:
@@ -952,13 +1030,20 @@ def override_specs(cfg: Config) -> list[str]:
 
 
 def hf_forward(
-    forward: Callable[..., Any], position_ids: torch.Tensor, input_ids: torch.Tensor
+    forward: Callable[..., Any],
+    position_ids: torch.Tensor,
+    input_ids: torch.Tensor,
+    document_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """transformers' decoder forward, called like Qwen3Model's. The positions are given because under
     sequence parallelism transformers would count only this rank's part."""
+    position_ids, mask = position_ids.to(input_ids.device), None
+    if document_starts is not None:
+        position_ids, mask = isolation(document_starts)
     out = forward(
         input_ids=input_ids,
-        position_ids=position_ids.to(input_ids.device),
+        attention_mask=mask,
+        position_ids=position_ids,
         use_cache=False,
         output_router_logits=False,  # RouterStats takes them; transformers' hooks break --compile
     )
@@ -1275,340 +1360,6 @@ def materialize(model: Qwen3ForCausalLM, device: torch.device, cfg: Config) -> N
         load_weights(model, model_folder(cfg, ["*.safetensors", "*.json", "*.txt", "*.jinja"]))
 
 
-# ---- Data ---------------------------------------------------------------------------------------
-def byte_encode(texts: list[str]) -> list[list[int]]:
-    return [list(text.encode("utf-8", errors="replace")) for text in texts]
-
-
-def text_encoder(cfg: Config) -> tuple[Callable[[list[str]], list[list[int]]], int, str]:
-    """(texts -> token ids, EOS id, name for the cache): the model's tokenizer; bytes for presets."""
-    if cfg.model in PRESETS:
-        return byte_encode, BYTE_EOS, "bytes"
-    folder = model_folder(cfg, ["*.json", "*.txt", "*.jinja"])
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as e:  # transformers raises many types here
-        raise UsageError(
-            f"--model {cfg.model}: no usable tokenizer: {str(e).splitlines()[0]}"
-        ) from e
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise UsageError(
-            f"--model {cfg.model}: its tokenizer has no EOS token to put between documents"
-        )
-    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
-    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
-    return lambda texts: encode(texts)["input_ids"], eos, digest
-
-
-def demo_texts() -> Iterator[str]:
-    """The Python standard library's own source files: real text on every machine that runs this."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        yield path.read_text(encoding="utf-8", errors="replace")
-
-
-def file_texts(path: Path, column: str) -> Iterator[str]:
-    """Documents of a .txt file (one document), a .jsonl file (a line each) or a .parquet file.
-
-    Raises UsageError with file and line. transformers' ``datasets`` reads .parquet; text and JSON
-    lines are read here, because its error for a bad line does not say which one.
-    """
-    if path.suffix == ".parquet":
-        from datasets import load_dataset
-
-        rows = load_dataset("parquet", data_files=str(path), split="train")
-        yield from column_texts(rows, column, str(path))
-        return
-    with path.open("rb") as f:
-        for number, raw in enumerate([f.read()] if path.suffix == ".txt" else f, start=1):
-            where = f"{path}, line {number}" if path.suffix != ".txt" else str(path)
-            try:
-                line = raw.decode("utf-8")
-            except UnicodeDecodeError as e:
-                before = raw[: e.start].count(b"\n")
-                line_number = number if path.suffix != ".txt" else before + 1
-                raise UsageError(
-                    f"{path}, line {line_number}: not UTF-8 ({e.reason}, byte {raw[e.start]:#x})"
-                ) from e
-            if path.suffix == ".txt":
-                yield line
-            elif line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as e:
-                    raise UsageError(f"{where}: not valid JSON: {e}") from e
-                yield checked_text(row, column, where)
-
-
-def column_texts(rows: Iterable[Any], column: str, where: str) -> Iterator[str]:
-    for i, row in enumerate(rows):
-        yield checked_text(row, column, f"{where}, row {i}")
-
-
-def checked_text(row: Any, column: str, where: str) -> str:
-    if not isinstance(row, dict) or column not in row:
-        names = list(row) if isinstance(row, dict) else []
-        raise UsageError(
-            f"{where}: no column {column!r}; columns: {names}; set --text_column.{nearest(column, names)}"
-        )
-    if not isinstance(row[column], str):
-        raise UsageError(
-            f"{where}: column {column!r} must be text, is {type(row[column]).__name__}"
-        )
-    return row[column]
-
-
-def hub_rows(cfg: Config) -> Iterable[Any]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(
-            cfg.dataset, cfg.dataset_config, split=cfg.split, streaming=cfg.streaming
-        )
-    except Exception as e:  # the hub client raises network, HTTP, and dataset errors of many types
-        raise UsageError(
-            f"--dataset {cfg.dataset}: {type(e).__name__}: {str(e).strip().splitlines()[0]}"
-        ) from e
-    return rows.shuffle(seed=cfg.seed) if cfg.streaming and not cfg.disable_shuffle else rows
-
-
-def texts_of(cfg: Config) -> Iterator[str]:
-    """The documents of --dataset, in file order."""
-    if cfg.dataset == "demo":
-        return demo_texts()
-    if Path(cfg.dataset).is_file():
-        return file_texts(Path(cfg.dataset), cfg.text_column)
-    return column_texts(hub_rows(cfg), cfg.text_column, cfg.dataset)
-
-
-def tokens_of(cfg: Config, counter: dict[str, int] | None = None) -> Iterator[np.ndarray]:
-    """Token ids of one document after the other, each closed by EOS; empty ones are left out."""
-    encode, eos, _ = text_encoder(cfg)
-    counter = counter if counter is not None else {"documents": 0, "empty": 0}
-
-    def encoded(batch: list[str]) -> Iterator[np.ndarray]:
-        for ids in encode(batch):
-            yield np.asarray([*ids, eos], dtype=np.int64)
-
-    batch: list[str] = []
-    for text in texts_of(cfg):
-        counter["documents" if text else "empty"] += 1
-        if text:
-            batch.append(text)
-        if len(batch) == 256:
-            yield from encoded(batch)
-            batch = []
-    yield from encoded(batch)
-
-
-def cached_tokens(cfg: Config, vocab_size: int) -> Path:
-    """The dataset as one int32 token file; made once, found again by the content of its name."""
-    if cfg.dataset == "demo":
-        source = [sys.version, sysconfig.get_path("stdlib")]
-    elif Path(cfg.dataset).is_file():
-        stat = Path(cfg.dataset).stat()
-        source = [str(Path(cfg.dataset).resolve()), stat.st_size, stat.st_mtime_ns]
-    else:
-        source = [cfg.dataset, cfg.dataset_config, cfg.split]
-    key = json.dumps(["v1", source, cfg.text_column, text_encoder(cfg)[2]])
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "qwen3-trn"
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
-            try:
-                write_tokens(cfg, vocab_size, f)
-                os.replace(f.name, path)
-            finally:
-                Path(f.name).unlink(missing_ok=True)  # an error or Ctrl-C leaves nothing behind
-    return path
-
-
-def write_tokens(cfg: Config, vocab_size: int, f: Any) -> None:
-    from tqdm import tqdm
-
-    counter, total = {"documents": 0, "empty": 0}, 0
-    with tqdm(
-        desc=f"tokenising {cfg.dataset}",
-        unit=" tokens",
-        unit_scale=True,
-        mininterval=1,
-        disable=None,
-    ) as bar:
-        for ids in tokens_of(cfg, counter):
-            check_ids(ids, vocab_size, f"{cfg.dataset}, document {counter['documents']}")
-            f.write(ids.astype(np.int32).tobytes())
-            total += len(ids)
-            bar.update(len(ids))
-    f.flush()
-    log.info(
-        f"tokenised {cfg.dataset}: {total:,} tokens in {counter['documents']:,} documents"
-        + f", {counter['empty']:,} empty ones left out" * (counter["empty"] > 0)
-    )
-
-
-def check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
-    """Every id must have a row in the embedding; IGNORE_INDEX marks a label that is not trained."""
-    bad = np.flatnonzero(((ids < 0) & (ids != IGNORE_INDEX)) | (ids >= vocab_size))
-    if bad.size:
-        first = int(bad[0])
-        raise UsageError(
-            f"--dataset {where}: token id {ids.flat[first]} at position {first} is outside 0 to {vocab_size - 1}, the "
-            "model's vocabulary; wrong tokenizer?"
-        )
-
-
-def load_npy(path: Path, seq_len: int, vocab_size: int) -> np.ndarray:
-    """A memory-mapped .npy: a 1-D token stream, or 2-D rows of seq_len + 1. Never unpickles."""
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as e:
-        raise UsageError(f"--dataset {path}: cannot be read as .npy: {e}") from e
-    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
-        raise UsageError(
-            f"--dataset {path}: must be 1-D or 2-D integers, is {tokens.ndim}-D {tokens.dtype}"
-        )
-    if tokens.ndim == 2 and tokens.shape[1] != seq_len + 1:
-        raise UsageError(
-            f"--dataset {path}: rows have {tokens.shape[1]} tokens, must have --seq_len + 1 = {seq_len + 1}; "
-            f"use --seq_len {tokens.shape[1] - 1}"
-        )
-    rows = 2**22 if tokens.ndim == 1 else max(1, 2**22 // tokens.shape[1])  # bounds host memory
-    for start in range(0, len(tokens), rows):
-        unit = "token" if tokens.ndim == 1 else "row"
-        check_ids(tokens[start : start + rows].ravel(), vocab_size, f"{path}, from {unit} {start}")
-    return tokens
-
-
-class FileRows:
-    """Rows of seq_len + 1 tokens with random access; neighbours share one token, so that each is
-    predicted once. The last ``held_out`` rows are for validation."""
-
-    def __init__(self, cfg: Config, vocab_size: int) -> None:
-        if cfg.dataset.endswith(".npy"):
-            self.tokens = load_npy(Path(cfg.dataset), cfg.seq_len, vocab_size)
-        else:
-            self.tokens = np.memmap(cached_tokens(cfg, vocab_size), dtype=np.int32, mode="r")
-        self.cfg, self.seq_len = cfg, cfg.seq_len
-        whole = self.tokens.ndim == 2
-        self.num_rows = len(self.tokens) if whole else max(0, len(self.tokens) - 1) // self.seq_len
-
-    def hold_out(self, held_out: int, global_batch: int) -> None:
-        needed = held_out + global_batch
-        if self.num_rows < needed:
-            raise UsageError(
-                f"--dataset {self.cfg.dataset}: {self.tokens.size:,} tokens make {self.num_rows} rows of --seq_len "
-                f"{self.seq_len}, but one step and validation need {needed} rows, {needed * self.seq_len + 1:,} tokens; "
-                "use more data, or a smaller --seq_len, --global_batch_size or --local_batch_size"
-            )
-        self.held_out, self.num_train = held_out, self.num_rows - held_out
-
-    def row(self, i: int) -> np.ndarray:
-        if self.tokens.ndim == 2:
-            return self.tokens[i].astype(np.int64)
-        return self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1].astype(np.int64)
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - one dataset a process
-    def order(self, epoch: int) -> np.ndarray:
-        if self.cfg.disable_shuffle:
-            return np.arange(self.num_train)
-        return np.random.default_rng([self.cfg.seed, epoch]).permutation(self.num_train)
-
-    def train(self, position: int) -> np.ndarray:
-        """The row at a position of the endless global order, which knows nothing of ranks."""
-        epoch, i = divmod(position, self.num_train)
-        return self.row(int(self.order(epoch)[i]))
-
-    def held_out_row(self, i: int) -> np.ndarray:
-        return self.row(self.num_train + i)
-
-
-class StreamRows:
-    """Rows of a streamed hub dataset, in stream order. Every rank reads and packs the whole stream and
-    keeps its own rows: dear in tokenising, but the order is the same for any number of ranks."""
-
-    def __init__(self, cfg: Config, vocab_size: int) -> None:
-        self.cfg, self.vocab_size, self.num_rows = cfg, vocab_size, None
-        self.rows, self.next = self.pack(), 0
-
-    def pack(self) -> Iterator[np.ndarray]:
-        buffer = np.empty(0, np.int64)
-        while True:
-            found = False
-            for ids in tokens_of(self.cfg):
-                check_ids(ids, self.vocab_size, self.cfg.dataset)
-                buffer = np.concatenate((buffer, ids))
-                while len(buffer) > self.cfg.seq_len:
-                    found = True
-                    yield buffer[: self.cfg.seq_len + 1]
-                    buffer = buffer[self.cfg.seq_len :]
-            if not found:
-                raise UsageError(
-                    f"--dataset {self.cfg.dataset}: the stream holds less than one row of tokens"
-                )
-
-    def hold_out(self, held_out: int, global_batch: int) -> None:
-        self.kept = [next(self.rows) for _ in range(held_out)]
-
-    def train(self, position: int) -> np.ndarray:
-        while self.next < position:  # rows of other ranks, or of steps before a resume
-            next(self.rows)
-            self.next += 1
-        self.next += 1
-        return next(self.rows)
-
-    def held_out_row(self, i: int) -> np.ndarray:
-        return self.kept[i]
-
-
-Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids, labels [B, S] int64 on the host
-
-
-def make_batch(rows: list[np.ndarray]) -> Batch:
-    """Inputs and labels, shifted here and nowhere else."""
-    tokens = torch.from_numpy(np.stack(rows))
-    return tokens[:, :-1].clamp(min=0), tokens[
-        :, 1:
-    ].contiguous()  # an ignored id is read as token 0
-
-
-class Loader:
-    """This rank's micro-batches. ``position``, the number of rows the whole job has consumed, is the
-    only state. The next step's rows are read while the current one computes."""
-
-    def __init__(self, rows: Any, cfg: Config, dp_rank: int, dp_size: int) -> None:
-        self.rows, self.local, self.dp_rank, self.dp_size = (
-            rows,
-            cfg.local_batch_size,
-            dp_rank,
-            dp_size,
-        )
-        self.micro = self.local * dp_size
-        self.global_batch = self.micro if cfg.global_batch_size == -1 else cfg.global_batch_size
-        self.held_out = cfg.eval_steps * self.global_batch if cfg.eval_every else 0
-        rows.hold_out(self.held_out, self.global_batch)
-        self.position = 0
-        self.pool = ThreadPoolExecutor(1)
-        self.ahead: Any = None
-
-    def own(self, first: int, row: Callable[[int], np.ndarray]) -> list[Batch]:
-        """This rank's share of the global batch that starts at ``first``: one batch a micro-step."""
-        starts = range(first + self.dp_rank * self.local, first + self.global_batch, self.micro)
-        return [make_batch([row(i) for i in range(start, start + self.local)]) for start in starts]
-
-    def __next__(self) -> list[Batch]:
-        batches = (
-            self.ahead or self.pool.submit(self.own, self.position, self.rows.train)
-        ).result()
-        self.position += self.global_batch
-        self.ahead = self.pool.submit(self.own, self.position, self.rows.train)
-        return batches
-
-    def validation(self) -> Iterator[Batch]:
-        for first in range(0, self.held_out, self.global_batch):
-            yield from self.own(first, self.rows.held_out_row)
-
-
 # ---- Loss, optimizer, schedule --------------------------------------------------------------------
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Head and summed cross-entropy over chunks of tokens; the whole logits never exist.
@@ -1704,33 +1455,34 @@ class RouterStats:
     def keep(gate: nn.Module, _: Any, out: tuple[torch.Tensor, ...]) -> None:
         gate.routed = (out[0], out[2])  # router_logits [T, E], topk_expert_ids [T, K]
 
-    def balance_loss(self) -> torch.Tensor | None:
+    def balance_loss(self, document_starts: torch.Tensor | None = None) -> torch.Tensor | None:
         """E * sum_e(share of assignments to e * mean probability of e), over all layers and all
         data-parallel ranks: transformers' load_balancing_loss_func of the joined micro-batch.
 
         The counts are summed over ranks first, so that the ranks' losses add up to the whole one.
+        With ``document_starts`` padding counts as nothing.
         """
         routed = [gate.routed for gate in self.gates]
         self.clear()
         if not routed:
             return None
-        E = routed[0][0].shape[-1]
+        (T, E), device = routed[0][0].shape, routed[0][0].device
+        real_T = None if document_starts is None else (document_starts >= 0).flatten()
         with torch.no_grad():
-            ids = torch.stack([ids for _, ids in routed]).flatten()
-            count_E = (ids[:, None] == torch.arange(E, device=ids.device)).sum(
-                0, dtype=torch.float32
-            )
+            ids_LTK = torch.stack([ids for _, ids in routed])
+            chosen = ids_LTK[..., None] == torch.arange(E, device=device)
+            tokens = torch.full((1,), float(T), device=device)
+            if real_T is not None:
+                chosen, tokens = chosen & real_T[:, None, None], real_T.sum(dim=0, keepdim=True)
+            counts = torch.cat((chosen.sum((0, 1, 2), dtype=torch.float32), tokens))
             if self.dp_group is not None:
-                count_E = funcol.all_reduce(count_E, "sum", self.dp_group)
+                counts = funcol.all_reduce(counts, "sum", self.dp_group)
+            count_E, rows = counts[:E], (len(routed) * counts[E]).clamp(min=1)
             self.load_E = count_E + (0 if self.load_E is None else self.load_E)
         if not self.coef:
             return None
-        probs_E = sum(logits.softmax(-1, dtype=torch.float32).sum(0) for logits, _ in routed)
-        rows = (
-            len(routed)
-            * routed[0][0].shape[0]
-            * (dist.get_world_size(self.dp_group) if self.dp_group else 1)
-        )
+        probs_TE = sum(logits.softmax(-1, dtype=torch.float32) for logits, _ in routed)
+        probs_E = probs_TE.sum(0) if real_T is None else real_T.to(probs_TE.dtype) @ probs_TE
         return self.coef * self.scale * E * (count_E * probs_E).sum() / rows**2
 
     def clear(self) -> None:
@@ -2123,13 +1875,12 @@ class Trainer:
 
     def load_rows(self) -> Any:
         """The dataset; the first rank of each node tokenises it, unless run.sh already did."""
-        with waiting_for(f"preparing {self.cfg.dataset}"):
-            if self.world_size > 1:
-                control = dist.new_group(backend="gloo")
-                if os.environ["LOCAL_RANK"] == "0":
-                    open_rows(self.cfg, self.hf)
-                dist.barrier(group=control)
+        if self.world_size == 1:
             return open_rows(self.cfg, self.hf)
+        control, first = dist.new_group(backend="gloo"), os.environ["LOCAL_RANK"] == "0"
+        rows = open_rows(self.cfg, self.hf) if first else None
+        dist.barrier(group=control)
+        return rows if first else open_rows(self.cfg, self.hf)
 
     def summary(self, total: int, active: int) -> None:
         cfg, mesh = self.cfg, self.mesh
@@ -2169,16 +1920,18 @@ class Trainer:
         """
         cfg, loss_sum = self.cfg, torch.zeros((), device=self.device)
         aux_sum = torch.zeros((), device=self.device)
-        valid = torch.tensor(float(sum((labels != IGNORE_INDEX).sum() for _, labels in batches)))
+        valid = torch.tensor(
+            float(sum((labels != IGNORE_INDEX).sum() for _, labels, *_ in batches))
+        )
         # over ranks and micro-batches, so that uneven padding cannot skew the mean
         num_valid = self.sum_over_dp(valid.to(self.device))
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, cfg)
         for i, batch in enumerate(batches):
-            inputs, labels = self.to_device(batch)
+            inputs, labels, *starts = self.to_device(batch)
             self.set_gradient_sync(i == len(batches) - 1)
-            loss = self.model(inputs, labels) / num_valid.clamp(min=1)
-            aux = self.routers.balance_loss()
+            loss = self.model(inputs, labels, *starts) / num_valid.clamp(min=1)
+            aux = self.routers.balance_loss(*starts)
             (loss if aux is None else loss + aux).backward()
             self.routers.clear()
             loss_sum += loss.detach()
@@ -2234,10 +1987,9 @@ class Trainer:
         self.model.eval()
         totals = torch.zeros(2, device=self.device)  # summed loss, valid labels
         for batch in self.loader.validation():
-            inputs, labels = self.to_device(batch)
-            totals += torch.stack(
-                (self.model(inputs, labels), (labels != IGNORE_INDEX).sum().float())
-            )
+            inputs, labels, *starts = self.to_device(batch)
+            loss = self.model(inputs, labels, *starts)
+            totals += torch.stack((loss, (labels != IGNORE_INDEX).sum().float()))
         self.routers.clear()
         self.model.train()
         loss, valid = self.sum_over_dp(totals).tolist()
@@ -2290,12 +2042,17 @@ class Trainer:
         )
 
 
-def open_rows(cfg: Config, hf: Any) -> Any:
+def text_encoder(cfg: Config) -> Encoder:
+    """The tokenizer of --model, fetched when it is first needed; bytes for presets."""
+    if cfg.model in PRESETS:
+        return Encoder(cfg.model, None)
+    return Encoder(cfg.model, lambda: model_folder(cfg, ["*.json", "*.txt", "*.jinja"]))
+
+
+def open_rows(cfg: Config, hf: Any) -> FileRows | StreamRows:
     """The dataset as rows; tokenises it if no earlier run has."""
-    local = cfg.dataset == "demo" or Path(cfg.dataset).is_file()
-    if not local and ("." in Path(cfg.dataset).suffix and "/" not in cfg.dataset):
-        raise UsageError(f"--dataset {cfg.dataset}: no such file")
-    return (StreamRows if cfg.streaming and not local else FileRows)(cfg, hf.vocab_size)
+    with waiting_for(f"preparing {cfg.dataset}"):
+        return data.open_rows(cfg, text_encoder(cfg), hf.vocab_size)
 
 
 # ---- Entry point --------------------------------------------------------------------------------
@@ -2337,6 +2094,12 @@ def main() -> None:
         hf = preflight(cfg)
         if cfg.check:
             Loader(open_rows(cfg, hf), cfg, 0, 1)
+            return
+        if cfg.inspect:
+            if os.environ.get("RANK", "0") == "0":
+                loader = Loader(open_rows(cfg, hf), cfg, 0, 1)
+                sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+                print(*data.inspect(loader, text_encoder(cfg), cfg.inspect), sep="\n", flush=True)
             return
         trainer = Trainer(cfg, hf)
     except (UsageError, kernels.OverrideError) as e:
