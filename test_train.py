@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,14 +34,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+import checkpoint
+import data
 import kernels
 import nki_cpu
 import train_qwen3_trn as trn
@@ -1079,11 +1090,11 @@ def test_ignored_labels_in_arrays(tmp_path):
 
 def test_token_cache_is_reused_until_the_file_changes(tmp_path, monkeypatch):
     path = write_documents(tmp_path, ".jsonl")
-    first, write = rows_of(path), trn.write_tokens
-    monkeypatch.delattr(trn, "write_tokens")
+    first, write = rows_of(path), data.write_tokens
+    monkeypatch.delattr(data, "write_tokens")
     assert rows_of(path).row(0).tolist() == first.row(0).tolist()
     path.write_text(json.dumps({"text": "something else altogether"}))
-    monkeypatch.setattr(trn, "write_tokens", write, raising=False)
+    monkeypatch.setattr(data, "write_tokens", write, raising=False)
     assert bytes(rows_of(path).row(0)[:8].astype(np.uint8)) == b"somethin"
 
 
@@ -2580,3 +2591,937 @@ def test_run_tests(launcher):
     launcher.package("pytest", None)  # the active environment may do for training but not for this
     assert launcher("--test").returncode == 0
     assert launcher.pip().count("pip install") == 1
+
+
+# ---- Conversations and packing ------------------------------------------------------------------
+# Shaped like Qwen3's template: only turns after the last user message show their thinking, and the
+# last one always has a block for it, so that the beginning of a conversation renders differently.
+TEMPLATE = r"""
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools -%}{{ '<|im_start|>system\nTools: ' + tools|tojson + '<|im_end|>\n' }}{%- endif -%}
+{%- for m in messages -%}
+  {%- if m.role == 'assistant' -%}
+    {{- '<|im_start|>assistant\n' -}}
+    {%- set parts = m.content.split('</think>') -%}
+    {%- set thought = m.reasoning_content or (parts[0].split('<think>')[1] if parts|length > 1 else '') -%}
+    {%- if loop.index0 > ns.last and (thought or loop.last) -%}
+      {{- '<think>\n' + thought|trim + '\n</think>\n\n' -}}
+    {%- endif -%}
+    {{- parts[-1].lstrip('\n') -}}
+    {%- for call in m.tool_calls or [] -%}{{- '<call>' + call.function|tojson + '</call>' -}}{%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+  {%- else -%}
+    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+""".strip()
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+CHAT_VOCAB = 272  # 256 bytes, one merge, SPECIAL, and rows that no token uses
+
+
+def chat_tokenizer(template: str | None = TEMPLATE, **special: str) -> PreTrainedTokenizerFast:
+    """Bytes, and two newlines as one token, which would straddle the start of some answers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate([*alphabet, "ĊĊ"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL])
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"} | special
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
+
+
+@functools.cache
+def chat_folder(kind: str) -> str:
+    """A seeded model with a tokenizer and a chat template."""
+    folder = root() / f"chat_{kind}"
+    if not folder.exists():  # else made by the process that started this rank
+        torch.manual_seed(1)
+        config = hf_config(kind, vocab_size=CHAT_VOCAB)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        chat_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str | None, **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def chat_flags(kind: str, path, *flags: str) -> list[str]:
+    argv = ["--model", chat_folder(kind), "--dataset", str(path), "--disable_shuffle"]
+    if "--task" not in " ".join(flags):
+        argv += ["--task", "sft"]
+    return [*argv, "--output_dir", str(root() / "out"), *" ".join(flags).split()]
+
+
+def chat_loader(path, *flags: str, kind: str = "untied", rank: int = 0, dp: int = 1) -> trn.Loader:
+    cfg = trn.parse(chat_flags(kind, path, "--seq_len 96 --bs 1", *flags))
+    return trn.Loader(trn.open_rows(cfg, hf_config(kind, vocab_size=CHAT_VOCAB)), cfg, rank, dp)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CONVERSATIONS = {  # name -> messages, tools, what is trained on by hand
+    "single": (
+        [user("Hi"), reply("Hello.")], None,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\n\n</think>\n\nHello.<|im_end|>⟧",
+    ),
+    "multi-turn": (
+        [user("Hi"), reply("Hello."), user("Bye"), reply("So long.")], None,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello.<|im_end|>⟧\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\n\n</think>\n\nSo long.<|im_end|>⟧",
+    ),
+    "system, and a question without an answer": (
+        [{"role": "system", "content": "Be brief."}, user("ü?"), reply("Ü."), user("Really?")], None,
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nü?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦Ü.<|im_end|>⟧",
+    ),
+    "tool": (
+        [user("1+1"), reply(None, tool_calls=[CALL]), {"role": "tool", "content": "2"}, reply("Two")],
+        [{"type": "function", "function": {"name": "add"}}],
+        '<|im_start|>system\nTools: [{"type": "function", "function": {"name": "add"}}]<|im_end|>\n'
+        "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+        '⟦<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>⟧\n'
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nTwo<|im_end|>⟧",
+    ),
+    "thinking moved out of earlier turns": (
+        [user("a"), reply("<think>\nhm\n</think>\n\nA"), user("b"), reply("B", reasoning_content="b?")],
+        None,
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦A<|im_end|>⟧\n"
+        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n⟦<think>\nb?\n</think>\n\nB<|im_end|>⟧",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_labels_of_conversations(tmp_path, name):
+    """The assistant's tokens and its end of turn, also where EOS is the padding token; nothing else."""
+    messages, tools, marked = CONVERSATIONS[name]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
+    loader = chat_loader(path, "--seq_len 256")
+    [text] = list(data.inspect(loader, data.Encoder("", lambda: chat_folder("untied")), 1))[1:]
+    assert text == marked
+    [(inputs, labels, starts)] = next(loader)
+    tokenizer, expected, context = AutoTokenizer.from_pretrained(chat_folder("untied")), [], []
+    for i, piece in enumerate(marked.replace("⟧", "⟦").split("⟦")):
+        ids = tokenizer(piece)["input_ids"]
+        context += ids
+        expected += ids if i % 2 else [trn.IGNORE_INDEX] * len(ids)
+    n = len(expected) - 1
+    assert inputs[0, :n].tolist() == context[:-1]
+    assert labels[0, :n].tolist() == expected[1:]
+    whole = tokenizer.apply_chat_template(
+        [data.checked_message(m, "") for m in messages], tools=tools, return_dict=False
+    )
+    assert whole[: n + 1] == context
+    assert (labels[0, n:] == trn.IGNORE_INDEX).all()
+    assert starts[0].tolist() == [0] * n + [-1] * (256 - n)
+
+
+def test_first_token_of_an_answer_is_the_one_that_generation_predicts(tmp_path):
+    """A newline at its start stays apart from the prompt's last one, as it is when generating."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    chat = data.ChatTemplate(chat_tokenizer(template), "m")
+    pieces = chat.split([user("a"), reply("\nb")], None, "", Counter())
+    assert pieces == ["<|im_start|>user\na<|im_end|><|im_start|>assistant\n", "\nb<|im_end|>"]
+
+
+def test_prompt_that_opens_the_thinking(tmp_path):
+    """Templates of models that always think: the prompt gives <think>, so it is not predicted."""
+    thinks = TEMPLATE.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    assert thinks != TEMPLATE
+    chat = data.ChatTemplate(chat_tokenizer(thinks), "m")
+    messages = [user("a"), reply("A"), user("b"), reply("B", reasoning_content="t")]
+    pieces = chat.split(messages, None, "", Counter())
+    assert pieces[1] == "A<|im_end|>"
+    assert pieces[2].endswith("assistant\n<think>\n")
+    assert pieces[3] == "t\n</think>\n\nB<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(None, "no chat template"), (TEMPLATE.split("{%- if add_gen")[0], "where the assistant's turns begin"),
+     (TEMPLATE.replace("<|im_end|>", "<end>"), "special token"), ("{{ messages.x.y }}", "refuses it"),
+     (TEMPLATE.replace("m.tool_calls or []", "[]").replace("parts[-1]", "'ANSWER'"), "does not show 'hello'")],
+)  # fmt: skip
+def test_templates_that_cannot_be_followed_are_refused(template, said):
+    messages = [user("a"), reply("hello")]
+    with pytest.raises(trn.UsageError, match=said):
+        data.ChatTemplate(chat_tokenizer(template), "m").split(messages, None, "row", Counter())
+
+
+def test_code_in_a_tokenizer_folder_is_not_run(tmp_path):
+    chat_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {
+        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+        "tokenizer_class": "Evil",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Evil: pass")
+    with pytest.raises(
+        trn.UsageError, match=r"--model m: no usable tokenizer: .*contains custom code"
+    ):
+        data.Encoder("m", lambda: tmp_path).encode(["a"])
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [({"text": "a"}, "no column 'messages'; columns: ['text']"), ({"messages": "a"}, "must be a list"),
+     ({"messages": [{"from": "human", "value": "a"}]}, "message 0: must be an object with role and content; rename"),
+     ({"messages": [{"role": "asistant", "content": "a"}]}, "Did you mean assistant?"),
+     ({"messages": [user("a"), user(None)]}, "message 1: content must be text, is NoneType"),
+     ({"messages": [user("a"), reply(["b"])]}, "message 1: content must be text, is list"),
+     ({"messages": [user("<|im_start|>assistant\nyes"), reply("b")]}, "message 0: contains the chat template's own"),
+     ({"messages": [user("a"), reply("b<|im_end|>c")]}, "message 1: contains the chat template's own '<|im_end|>'"),
+     ({"messages": [user("a"), reply("b")], "tools": "[{"}, "'tools' is not valid JSON"),
+     ({"messages": [user("a"), reply("b")], "tools": 3}, "'tools' must be a list")],
+)  # fmt: skip
+def test_bad_conversations_are_named(tmp_path, row, said):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [user("a"), reply("b")]}, row])
+    with pytest.raises(trn.UsageError) as e:
+        chat_loader(path)
+    assert said in str(e.value)
+    assert "a.jsonl, line 2" in str(e.value)
+
+
+def test_tokens_outside_the_vocabulary_are_named(tmp_path):
+    """Of an answer, and EOS, which no text contains; half a surrogate pair in JSON is replaced."""
+    path = write_rows(
+        tmp_path / "a.jsonl", [{"messages": [user("\ud800"), reply("z")], "text": "ab"}]
+    )
+    config = hf_config("untied", vocab_size=259)  # the end of turn is 259
+    chat_loader(path)
+    for task in ("sft", "pretrain"):
+        cfg = trn.parse(chat_flags("untied", path, f"--task {task} --seq_len 8"))
+        with pytest.raises(
+            trn.UsageError, match=r"a.jsonl, line 1: token id (258|259) .* wrong tokenizer"
+        ):
+            trn.open_rows(cfg, config)
+
+
+def small_talk(n: int) -> list[dict]:
+    """Conversations of one to three turns, with and without system prompt and thinking."""
+    rng, rows = np.random.default_rng(3), []
+    for i in range(n):
+        messages = [{"role": "system", "content": f"s{i}"}] if i % 3 == 0 else []
+        for turn in range(1 + i % 3):
+            messages += [user("q" * int(rng.integers(1, 20))), reply(f"answer {i}.{turn}")]
+        if i % 4 == 0:
+            messages[-1]["reasoning_content"] = f"thought {i}"
+        rows.append({"messages": messages})
+    return rows
+
+
+def test_over_long_and_empty_conversations_are_counted(tmp_path, caplog):
+    """Left out, not cut: a cut one would teach the model not to stop. Said again when read from cache."""
+    rows = small_talk(6)
+    rows[1:1] = [{"messages": []}, {"messages": [user("a")]}, {"messages": [user("a"), reply("")]}]
+    rows += [{"messages": [user("q"), reply("long " * 40)]}] * 2
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for packing in ("none", "isolate"):
+        caplog.clear()
+        loader = chat_loader(path, "--seq_len 160 --packing", packing)
+        assert "2 of them longer than --seq_len 160" in caplog.text
+        assert "3 empty conversations left out" in caplog.text
+        text = "\n".join(
+            data.inspect(
+                loader, data.Encoder("", lambda: chat_folder("untied")), loader.rows.num_rows
+            )
+        )
+        assert all(
+            f"{m['content']}<|im_end|>⟧" in text
+            for r in small_talk(6)
+            for m in r["messages"][1::2]
+            if m["role"] == "assistant"
+        )
+        assert "long" not in text
+    with pytest.raises(
+        trn.UsageError, match="8 conversations are too long: use a larger --seq_len"
+    ):
+        chat_loader(path, "--seq_len 16")
+
+
+def test_packing_loses_and_splits_nothing():
+    rng = np.random.default_rng(0)
+    for room in (1, 7, 64):
+        places = rng.integers(1, room + 1, size=200).tolist()
+        rows = data.pack(places, room)
+        assert sorted(i for row in rows for i in row) == list(range(200))
+        used = [sum(places[i] for i in row) for row in rows]
+        assert max(used) <= room
+        assert sum(used) >= 0.85 * room * len(rows)
+    assert data.pack([3, 1, 2, 4], 4) == [[0, 1], [2], [3]]
+    assert data.pack([], 4) == []
+
+
+def test_isolated_texts(tmp_path):
+    """Long texts are cut to rows, and each token but a text's first is predicted once."""
+    texts = ["a" * 30, "bc", "d" * 9, "", "efg"]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": t} for t in texts])
+    for packing in ("isolate", "none"):
+        cfg = trn.parse(f"--dataset {path} --seq_len 8 --bs 1 --packing {packing}".split())
+        rows = trn.open_rows(cfg, hf_config("untied", vocab_size=512))
+        inputs, labels, starts = trn.make_batch([rows.row(i) for i in range(rows.num_rows)])
+        assert inputs.shape == (8 if packing == "none" else 6, 8)
+        trained = labels[labels != trn.IGNORE_INDEX].tolist()
+        expected = [x for t in texts if t for x in [*t.encode()[1:], trn.BYTE_EOS]]
+        assert sorted(trained) == sorted(expected)
+        assert (labels[starts < 0] == trn.IGNORE_INDEX).all()
+        for row in starts:
+            begins = [i for i in range(8) if row[i] == i]
+            assert set(row.tolist()) <= {*begins, -1}
+
+
+@pytest.mark.parametrize("packing", ["none", "isolate"])
+def test_streamed_conversations_are_those_of_the_file(tmp_path, packing):
+    (tmp_path / "hub").mkdir()
+    path = write_rows(tmp_path / "hub" / "a.jsonl", small_talk(30))
+    file = chat_loader(path, "--seq_len 128 --packing", packing).rows
+    stream = chat_loader(tmp_path / "hub", "--streaming --seq_len 128 --packing", packing).rows
+    assert isinstance(stream, trn.StreamRows)
+    for i in range(file.num_rows + 2):  # and from the start again
+        assert (stream.train(i) == file.row(i % file.num_rows)).all()
+
+
+def test_parquet_conversations(tmp_path):
+    """Arrow fills objects up with nulls; they are taken away again."""
+    import datasets
+
+    rows = [{"messages": c[0], "tools": json.dumps(c[1])} for c in CONVERSATIONS.values()]
+    other = {"type": "function", "function": {"name": "add", "arguments": {"b": 2}}}
+    rows.append({"messages": [user("q"), reply("", tool_calls=[other])], "tools": "null"})
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    write_rows(tmp_path / "a.jsonl", rows)
+    found, expected = (
+        chat_loader(tmp_path / f, "--seq_len 256").rows for f in ("a.parquet", "a.jsonl")
+    )
+    assert (found.tokens == expected.tokens).all()
+
+
+# ---- Isolation in the model ---------------------------------------------------------------------
+def alone(kind: str, path) -> tuple[float, dict, int]:
+    """Summed loss, gradients of the mean, number of labels: each conversation alone, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(chat_folder(kind), dtype=torch.float32)
+    cfg = trn.parse(chat_flags(kind, path, "--seq_len 96"))
+    loss, valid = torch.zeros(()), 0
+    for tokens in data.documents(cfg, trn.text_encoder(cfg), CHAT_VOCAB, Counter()):
+        inputs, labels = (torch.from_numpy(x.copy())[None] for x in data.shifted(tokens))
+        loss = loss + hf_loss(model, inputs, labels)
+        valid += int((labels != trn.IGNORE_INDEX).sum())
+    (loss / valid).backward()
+    return loss.item() / valid, {n: p.grad for n, p in model.named_parameters()}, valid
+
+
+def packed_step(argv: list[str]) -> tuple[float, float, dict, int]:
+    """One step over all rows of the file, and over a row of nothing but padding where ranks need it."""
+    cfg = trn.parse(argv)
+    rows = trn.open_rows(cfg, trn.load_model_config(cfg))
+    dp = trn.dist.get_world_size() // cfg.tensor_parallel_degree
+    arrays = [rows.row(i) for i in range(rows.num_rows)]
+    arrays += [data.document_row([], cfg.seq_len)] * (-len(arrays) % dp)
+    share = len(arrays) // dp
+    batch_of = lambda r: [trn.make_batch(arrays[r * share : (r + 1) * share])]  # noqa: E731
+    return *gradients_of([*argv, "--bs", "1"], batch_of), rows.num_rows
+
+
+ISOLATED = [  # ranks, flags
+    (1, ""), (1, "--ac full"), (1, "--compile --compile_backend aot_eager --ac selective"), (2, "--tp 2"),
+    (2, "--tp 2 --disable_sequence_parallel"), (4, "--tp 2 --ac full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize(
+    ("world", "flags", "kind", "packing"),
+    [(*ISOLATED[0], "untied", "isolate"), (*ISOLATED[3], "untied", "isolate"),
+     *[pytest.param(*case, kind, packing, marks=pytest.mark.slow)
+       for case in ISOLATED for kind in ("untied", "moe", "yarn") for packing in ("isolate", "none")]],
+)  # fmt: skip
+def test_packed_loss_is_that_of_the_conversations_alone(
+    tmp_path, world, flags, kind, packing, backend
+):
+    """Loss and every gradient, for rows of several isolated conversations and for padded rows."""
+    path = write_rows(tmp_path / "a.jsonl", small_talk(8))
+    loss, grads, _ = alone(kind, path)
+    argv = chat_flags(kind, path, f"--seq_len 160 --router_aux_loss_coef 0 --packing {packing}")
+    argv += [*flags.split(), "--backend", backend]
+    for found, _, found_grads, rows in run_ranks(world, packed_step, argv):
+        assert rows == 8 if packing == "none" else rows < 8
+        assert found == pytest.approx(loss, rel=LOSS_TOL)
+        assert all(relative(found_grads[n], g) < TOL for n, g in grads.items())
+
+
+def test_isolation_by_hand():
+    """Two documents of 2 and 3 tokens, and one place of padding."""
+    positions, seen = trn.isolation(torch.tensor([[0, 0, 2, 2, 2, -1]]))
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 5]]
+    assert seen[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_positions_start_anew_in_each_document(tmp_path, backend):
+    """Attention is given the angles of a document's own positions; only differences show in the loss."""
+    path = write_rows(tmp_path / "a.jsonl", small_talk(2))
+    cfg = trn.parse(
+        chat_flags("untied", path, f"--seq_len 160 --packing isolate --backend {backend}")
+    )
+    model = trn.build_model(cfg, trn.load_model_config(cfg))
+    trn.materialize(model, torch.device("cpu"), cfg)
+    given = []
+
+    def keep(_, args, kwargs) -> None:
+        given.append(
+            kwargs["position_embeddings"][0] if "position_embeddings" in kwargs else args[1]
+        )
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+    rows = trn.open_rows(cfg, model.config)
+    batch = trn.make_batch([rows.row(i) for i in range(rows.num_rows)])
+    model(*batch)
+    starts = batch[2]
+    assert max(len(row[row >= 0].unique()) for row in starts) == 2
+    positions = torch.arange(160) - starts.clamp(min=0)
+    assert torch.allclose(given[0][..., 0], positions.float().cos(), atol=1e-6)  # the fastest pair
+
+
+def test_one_shape_for_every_batch(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", small_talk(30))
+    for packing in ("none", "isolate"):
+        flags = f"--seq_len 128 --bs 3 --eval_every 1 --eval_steps 1 --packing {packing}"
+        loader = chat_loader(path, flags)
+        batches = [batch for _ in range(20) for batch in next(loader)] + [*loader.validation()]
+        assert {x.shape for batch in batches for x in batch} == {(3, 128)}
+        assert {x.dtype for batch in batches for x in batch} == {torch.int64}
+
+
+@pytest.mark.parametrize("seq_len", [96, 256])
+def test_padding_does_not_count_in_the_balance_loss(tmp_path, seq_len):
+    path = write_rows(tmp_path / "a.jsonl", small_talk(1))
+    rows = chat_loader(path, f"--seq_len {seq_len}", kind="moe").rows
+    cfg = trn.parse(chat_flags("moe", path, f"--seq_len {seq_len}"))
+    model = trn.build_model(cfg, trn.load_model_config(cfg))
+    trn.materialize(model, torch.device("cpu"), cfg)
+    stats = trn.RouterStats(model, 0.02, None, 1.0)
+    batch = trn.make_batch([rows.row(0)])
+    model(*batch)
+    theirs = AutoModelForCausalLM.from_pretrained(chat_folder("moe"), dtype=torch.float32)
+    real = int((batch[2] >= 0).sum())
+    expected = 0.02 * hf_aux(theirs, batch[0][:, :real])
+    assert stats.balance_loss(batch[2]).item() == pytest.approx(expected.item(), rel=TOL)
+    assert stats.load_E.sum() == real * 2 * 2  # top-2, in two layers
+
+
+# ---- Fine-tuning as a user runs it --------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("--task sft --dataset a.jsonl", "is a preset and has no chat template"), ("--task sft", "demo holds no conversations"),
+     ("--task sft --packing concat", "--packing concat"), ("--packing isolate --dataset a.npy", "--packing isolate"),
+     ("--inspect -1", "--inspect -1"), ("--streaming", "--streaming"), ("--dataset_config x", "--dataset_config")],
+)  # fmt: skip
+def test_data_flags_that_contradict(flags, said):
+    errors = trn.validate(trn.parse(flags.split()), hf_config("untied"), 1)
+    assert any(said in e for e in errors), errors
+
+
+def test_wrong_datasets_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_rows(tmp_path / "train.jsonl", [{"text": "a"}])
+    (tmp_path / "a.csv").write_text("a")
+    for name, said in [
+        ("trian.jsonl", "no such file. Did you mean train.jsonl?"),
+        ("no/where.jsonl", "where.jsonl: no such file"),
+        ("a.csv", "must end in .txt, .jsonl"),
+    ]:
+        with pytest.raises(trn.UsageError) as e:
+            chat_loader(tmp_path / name, "--task pretrain")
+        assert said in str(e.value)
+    with pytest.raises(trn.UsageError, match=r"--dataset no-one/nothing: \w+: [^\n]*$"):
+        chat_loader("no-one/nothing")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.jsonl", small_talk(3))
+
+    def full_disk(*_args) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(data, "write_tokens", full_disk)
+        with pytest.raises(trn.UsageError, match=r"No space left on device; set XDG_CACHE_HOME"):
+            chat_loader(path)
+    assert not list((tmp_path / "cache" / "qwen3-trn").iterdir())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(trn.UsageError, match="token cache cannot be written"):
+        chat_loader(path)
+
+
+def test_inspect_prints_what_is_trained(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", small_talk(9))
+    flags = f"--task sft --model {chat_folder('untied')} --dataset {path} --seq_len 160 --bs 1 --inspect 3"
+    done = command(*flags.split(), "--packing", "isolate", "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("--- row") == 3
+    assert "<|im_start|>assistant\n⟦<think>" in done.stdout
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def overfitted(argv: list[str]) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(argv)
+    trainer.train()
+    return {n: p.detach().clone() for n, p in trn.unique_parameters(trainer.model).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["none", "isolate"])
+def test_overfitted_model_answers_and_stops(tmp_path, packing):
+    """transformers' generate gives each of 20 answers to the letter, and ends with the end of turn."""
+    names = [
+        "ada",
+        "bob",
+        "cleo",
+        "dan",
+        "eve",
+        "fay",
+        "gus",
+        "hal",
+        "ida",
+        "jon",
+        "kim",
+        "leo",
+        "mia",
+        "ned",
+        "ola",
+        "pia",
+        "quy",
+        "rex",
+        "sue",
+        "tom",
+    ]
+    talks = [[user(f"Who is {n}?"), reply(f"{n} is number {i * 7}.")] for i, n in enumerate(names)]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": m} for m in talks])
+    rows = (
+        20
+        if packing == "none"
+        else chat_loader(path, "--packing isolate --seq_len 256").rows.num_rows
+    )
+    flags = f"--packing {packing} --seq_len {96 if packing == 'none' else 256} --bs {rows}"
+    argv = chat_flags(
+        "untied", path, flags, "--steps 250 --lr 3e-3 --log_every 50 --weight_decay 0"
+    )
+    [weights] = run_ranks(1, overfitted, argv)
+    model = AutoModelForCausalLM.from_pretrained(chat_folder("untied"), dtype=torch.float32)
+    model.load_state_dict(weights)
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder("untied"))
+    for question, answer in talks:
+        prompt = tokenizer.apply_chat_template(
+            [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        out = model.generate(
+            **prompt, max_new_tokens=60, do_sample=False, eos_token_id=tokenizer.eos_token_id
+        )
+        text = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
+        assert text == f"<think>\n\n</think>\n\n{answer['content']}<|im_end|>"
+
+
+# ---- Export and training checkpoints ------------------------------------------------------------
+def exported(argv: list[str], out: str, shard_bytes: int) -> None:
+    trainer = make_trainer(argv)
+    source = Path(model_folder_of(argv))
+    checkpoint.export(
+        trainer.model, Path(out), torch.float32, source, {}, trainer.control, None, shard_bytes
+    )
+
+
+def model_folder_of(argv: list[str]) -> str:
+    return argv[argv.index("--model") + 1]
+
+
+EXPORT_LAYOUTS = [(1, ""), (2, ""), (2, "--tp 2"), (4, "--tp 2"), (4, "--dp_replicate 2 --tp 2")]
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+@pytest.mark.parametrize(("world", "flags"), EXPORT_LAYOUTS)
+def test_load_then_export_is_bit_exact(tmp_path, world, flags, kind, backend):
+    """Every tensor of the folder, with an index and in one file; transformers' logits stay the same."""
+    if (backend == "hf") != (kind == "moe" and world == 4) and backend == "hf":
+        pytest.skip("same code path: hf is exported for the largest layouts of moe")
+    argv = arguments(kind, f"{flags} --backend {backend} --local_batch_size 1")
+    out = tmp_path / "hf"
+    run_ranks(world, exported, argv, str(out), 100_000 if world > 1 else 10**9)
+    assert (out / "model.safetensors.index.json").exists() == (world > 1)
+    before, after = (stored_tensors(f) for f in (Path(model_folder(kind)), out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    config = json.loads((out / "config.json").read_text())
+    assert "num_local_experts" not in config
+    assert config.get("num_experts", 8) == 8
+    inputs, _ = batch()
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert torch.equal(theirs(inputs).logits, plain_hf(kind)(inputs).logits)
+    assert not list(tmp_path.glob(".*"))  # no temporary folder is left
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+
+
+def test_export_replaces_an_export_and_nothing_else(tmp_path):
+    argv, out = arguments("untied"), tmp_path / "hf"
+    run_ranks(1, exported, argv, str(out), 100_000)
+    (out / "model-99999.safetensors").write_bytes(b"stale")
+    run_ranks(1, exported, argv, str(out), 10**9)
+    names = {p.name for p in out.iterdir()}
+    assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(AssertionError, match="holds other files"):
+        run_ranks(1, exported, argv, str(tmp_path / "mine"), 10**9)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def broken_export(argv: list[str], out: str) -> None:
+    def save_half(tensors: dict, path: Path, **_kwargs) -> None:
+        path.write_bytes(b"half a file")
+        raise OSError(28, "No space left on device", str(path))
+
+    checkpoint.save_file = save_half
+    with pytest.raises(checkpoint.SaveError, match="No space left on device"):
+        exported(argv, out, 100_000)
+
+
+def test_interrupted_export_leaves_the_earlier_one(tmp_path):
+    argv, out = arguments("untied", "--local_batch_size 4"), tmp_path / "hf"
+    run_ranks(1, exported, argv, str(out), 10**9)
+    run_ranks(2, broken_export, argv, str(out))
+    assert torch.equal(
+        load_file(out / "model.safetensors")["model.norm.weight"],
+        load_file(Path(model_folder("untied")) / "model.safetensors")["model.norm.weight"],
+    )
+
+
+def train_from(argv: list[str], stop_after: int = 0) -> tuple[dict, int]:
+    """Train; with stop_after ask for a stop during that step, as a signal would. Whole final state."""
+    trainer = make_trainer(argv)
+    start, train_step = trainer.step, trainer.train_step
+
+    def step(batches):
+        if trainer.step == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(batches)
+
+    trainer.train_step = step
+    try:
+        trainer.train()
+    except trn.Stopped:
+        assert trainer.step in (stop_after, stop_after + 1)
+    return {n: full(v) for n, v in trainer.state().items()}, start
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    """step -> loss; of a step that was run twice the last."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in lines if "loss" in row}
+
+
+RESUMES = [  # ranks and flags before, and after
+    ("tied", (1, ""), (1, "")), ("moe", (2, ""), (2, "")), ("moe", (2, "--tp 2"), (2, "--tp 2")),
+    ("moe", (4, "--tp 2"), (4, "--tp 2")), ("untied", (4, "--dp_replicate 2"), (4, "--dp_replicate 2")),
+    ("untied", (4, ""), (2, "")), ("moe", (2, ""), (4, "")), ("moe", (1, ""), (2, "--tp 2")),
+    ("untied", (2, "--tp 2"), (1, "")), ("moe", (4, "--tp 2"), (2, "--backend hf")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["save_every", "async", "signal"])
+@pytest.mark.parametrize(("kind", "before", "after"), RESUMES)
+def test_resume_equals_a_straight_run(tmp_path, kind, before, after, way):
+    """5 + 5 steps against 10: bit-equal losses, weights and moments on one layout, 1e-5 across layouts."""
+    if way != "save_every" and (kind, before) != ("moe", (2, "")) and before != (4, "--tp 2"):
+        pytest.skip("the way of saving does not depend on model and layout: two of them are enough")
+
+    def argv(layout: tuple[int, str], out: str, *more: str) -> list[str]:
+        world, flags = layout
+        dp = world // (2 if "--tp" in flags else 1)
+        return arguments(kind, flags, f"--local_batch_size {8 // dp} --skip_export", OPTIMIZER, *more,
+                         out=tmp_path / out)  # fmt: skip
+
+    straight = run_ranks(after[0], train_from, argv(after, "straight"))[0][0]
+    every = (
+        "" if way == "signal" else "--save_every 5 --keep 0" + " --async_save" * (way == "async")
+    )
+    run_ranks(before[0], train_from, argv(before, "run", every), 5 if way == "signal" else 0)
+    steps = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    for later in steps[1:]:  # as if the first run had ended after step 5
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / later)
+    resumed, start = run_ranks(after[0], train_from, argv(after, "run", "--resume auto"))[0]
+    assert start in (5, 6)
+    found, expected = losses_in(tmp_path / "run"), losses_in(tmp_path / "straight")
+    assert found.keys() == expected.keys() == set(range(1, 11))
+    if before == after:
+        assert found == expected
+        assert all(torch.equal(resumed[n], straight[n]) for n in straight)
+    else:  # sums in another order, as between any two layouts
+        assert [found[s] for s in expected] == pytest.approx(list(expected.values()), rel=TOL)
+
+
+def damage(folder: Path, how: str) -> None:
+    data_file = next(folder.glob("__0_*"))
+    if how == "truncated":
+        data_file.write_bytes(data_file.read_bytes()[:-100])
+    elif how == "flipped":
+        raw = bytearray(data_file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data_file.write_bytes(raw)
+    elif how == "missing":
+        data_file.unlink()
+    elif how == "no manifest":
+        (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "no manifest"])
+def test_damaged_checkpoint_is_skipped_loudly(tmp_path, how):
+    argv = arguments("untied", "--skip_export --save_every 4 --local_batch_size 4", out=tmp_path)
+    run_ranks(2, train_from, argv)
+    folder = tmp_path / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000008", "step-00000010"]
+    damage(folder / "step-00000010", how)
+    assert run_ranks(2, train_from, argv)[0][1] == 8
+    damage(folder / "step-00000010", how)  # written again by that run
+    with pytest.raises(AssertionError, match=r"UsageError: --resume 10: .*step-00000010"):
+        run_ranks(2, train_from, [*argv, "--resume", "10"])
+    assert run_ranks(2, train_from, [*argv, "--resume", "never"])[0][1] == 0
+
+
+def test_checkpoint_metadata_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("echo owned",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match=r"system is not allowed"):
+        checkpoint.SafeReader(str(tmp_path)).read_metadata()
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    run_ranks(1, train_from, arguments("untied", "--skip_export --save_every 10", out=tmp_path))
+    with pytest.raises(AssertionError, match="UsageError: --resume: .*does not fit this model"):
+        run_ranks(1, train_from, arguments("moe", "--skip_export", out=tmp_path))
+
+
+def test_changed_settings_are_reported(tmp_path):
+    base = [
+        "--bs",
+        "1",
+        "--log_every",
+        "1",
+        "--skip_export",
+        "--save_every",
+        "1",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    assert command("--steps", "1", *base).returncode == 0
+    done = command("--steps", "2", "--seed", "5", *base)
+    assert done.returncode == 0
+    assert "resuming from step 1" in done.stdout
+    for words in ("--seed is 5, was 0", "--steps is 2, was 1"):
+        assert words in done.stdout
+
+
+def unwritable(argv: list[str], how: str) -> None:
+    trainer = make_trainer(argv)
+    folder = trainer.checkpoints.folder
+    if how == "vanished":
+        shutil.rmtree(folder)
+        folder.write_text("a file where the folder was")
+    else:  # as a full disk says it, in the middle of the data
+
+        def full_disk(*_args, **_kwargs):
+            raise OSError(28, "No space left on device")
+
+        torch.distributed.checkpoint.filesystem._write_item = full_disk
+    with pytest.raises(checkpoint.SaveError, match="checkpoint of step 10 failed") as caught:
+        trainer.train()
+    assert ("No space left" if how == "full" else "File exists") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["full", "vanished"])
+def test_failed_save_is_one_error_and_keeps_the_last(tmp_path, how):
+    argv = arguments("untied", "--skip_export --save_every 5 --local_batch_size 4", out=tmp_path)
+    run_ranks(2, train_from, [*argv, "--steps", "5"])
+    run_ranks(2, unwritable, argv, how)
+    if how == "full":
+        assert run_ranks(2, train_from, argv)[0][1] == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "code"),
+    [("--expect_first_loss 5", "--expect_first_loss is 5.0 within", 1),
+     ("--expect_first_loss 5.4 --expect_tol 0.5", "near that of random weights", 0)],
+)  # fmt: skip
+def test_first_loss_is_checked(tmp_path, flags, said, code):
+    argv = arguments("untied", f"--skip_export --steps 1 {flags}", out=tmp_path)
+    done = command(*argv)
+    assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    shutil.copy(Path(model_folder("untied")) / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(trn.UsageError, match=r"pytorch_model.bin: pickled weights"):
+        load(tmp_path)
+
+
+# ---- Signals and kills, with real processes -----------------------------------------------------
+def launched(out: Path, *flags: str, ranks: int = 2, **env: str) -> subprocess.Popen:
+    """run.sh as a user starts it, 12 quick steps with checkpoints."""
+    argv = ["--steps", "12", "--bs", "1", "--seq_len", "64", "--log_every", "1", "--save_every", "2", "--skip_export",
+            "--output_dir", str(out), *flags]  # fmt: skip
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", str(HERE / "run.sh"), *argv], env=clean | {"NGPU": str(ranks), "PATH": path} | env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    end = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or step not in losses_in(out):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def rank_pids(out: Path) -> list[int]:
+    """The training processes of a run, found by their --output_dir."""
+    found = []
+    for p in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (p / "cmdline").read_bytes().split(b"\0")
+            env = (p / "environ").read_bytes()
+        except OSError:
+            continue
+        if (
+            str(out).encode() in words
+            and b"train_qwen3_trn.py" in b" ".join(words[:4])
+            and b"LOCAL_RANK=" in env
+        ):
+            found.append(int(p.name))
+    return found
+
+
+def test_sigterm_saves_and_says_resumable(tmp_path):
+    straight = launched(tmp_path / "a")
+    assert straight.communicate(timeout=200)[1] is None
+    run = launched(tmp_path / "b")
+    wait_for_step(tmp_path / "b", 3)
+    run.terminate()
+    output = run.communicate(timeout=120)[0]
+    assert run.returncode == 75, output
+    assert "stopped by a signal after step" in output
+    again = launched(tmp_path / "b")
+    output = again.communicate(timeout=200)[0]
+    assert again.returncode == 0, output
+    assert "resuming from step" in output
+    assert losses_in(tmp_path / "b") == losses_in(tmp_path / "a")
+
+
+def test_killed_rank_is_restarted_and_exact(tmp_path):
+    straight = launched(tmp_path / "a")
+    straight.communicate(timeout=200)
+    run = launched(tmp_path / "b", MAX_RESTARTS="2")
+    wait_for_step(tmp_path / "b", 5)
+    os.kill(rank_pids(tmp_path / "b")[-1], signal.SIGKILL)
+    output = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, output
+    assert losses_in(tmp_path / "b") == losses_in(tmp_path / "a")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    """20 kills, of one rank or of all, also inside a save: what is on disk is always complete."""
+    straight = launched(tmp_path / "a", "--steps", "40", "--save_every", "1", ranks=2)
+    straight.communicate(timeout=300)
+    rng, out = random.Random(0), tmp_path / "b"
+    for kill in range(20):
+        run = launched(out, "--steps", "40", "--save_every", "1", "--async_save")
+        before = max(losses_in(out)) if (out / "metrics.jsonl").exists() else 0
+        wait_for_step(out, min(before + 1, 40))
+        time.sleep(rng.random() * 0.3)
+        pids = rank_pids(out)
+        for pid in pids[-1:] if kill % 2 else pids:
+            os.kill(pid, signal.SIGKILL)
+        run.communicate(timeout=60)
+    run = launched(out, "--steps", "40", "--save_every", "1")
+    output = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, output
+    assert losses_in(out) == losses_in(tmp_path / "a")
+    folder = out / "checkpoints"
+    assert (folder / "latest").read_text() == "40\n"
+
+
+def anonymous_memory() -> int:
+    """Peak bytes of this process that are not pages of mapped files (those the kernel can drop)."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split("RssAnon:")[1].split()[0])
+
+
+def memory_of_loading(argv: list[str]) -> tuple[int, int, int]:
+    peak, read = anonymous_memory(), checkpoint.Checkpoint.read
+    start = peak
+
+    def watch(self, name, part):
+        nonlocal peak
+        tensor = read(self, name, part)
+        peak = max(peak, anonymous_memory())
+        return tensor
+
+    checkpoint.Checkpoint.read = watch
+    trainer = make_trainer(argv)
+    sizes = [
+        checkpoint.local_tensor(p).nbytes for p in trn.unique_parameters(trainer.model).values()
+    ]
+    return peak - start, sum(sizes), max(sizes)
+
+
+@pytest.mark.slow
+def test_loading_needs_little_more_than_the_shard(tmp_path):
+    """A model of 1 GB on 4 ranks: shard + largest slice + 200 MB at most."""
+    hf = hf_config(
+        "untied", vocab_size=20_000, hidden_size=1024, intermediate_size=6144, num_hidden_layers=9
+    )
+    AutoModelForCausalLM.from_config(hf, dtype=torch.float32).save_pretrained(
+        tmp_path, max_shard_size="300MB"
+    )
+    assert sum(f.stat().st_size for f in tmp_path.glob("*.safetensors")) > 1e9
+    argv = ["--model", str(tmp_path), "--dataset", token_file(), "--seq_len", str(S), "--tp", "2", "--bs", "1",
+            "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    for peak, shard, largest in run_ranks(4, memory_of_loading, argv):
+        assert peak < shard + largest + 200e6

@@ -85,7 +85,13 @@ from transformers.integrations.moe import ExpertsInterface
 import data
 import kernels
 from checkpoint import (
+    RESUMABLE,
+    RunError,
+    Stopped,
+    StopSignal,
+    TrainingCheckpoints,
     UsageError,
+    export,
     load_weights,
     local_slices,
     local_tensor,
@@ -277,6 +283,24 @@ class ParallelFlags:
 class OutputFlags:
     _argument_group_name = "output"
     output_dir: str = flag("outputs", "folder of metrics.jsonl, TensorBoard files and traces")
+    save_every: int = flag(0, "steps between training checkpoints; 0: none but after a signal")
+    keep: int = flag(2, "training checkpoints that are kept; 0: all")
+    resume: str = flag(
+        "auto", "auto: go on from OUTPUT_DIR's last complete checkpoint; never; or a step number"
+    )
+    async_save: bool = flag(False, "write checkpoints while training goes on")
+    export_dir: str | None = flag(
+        None, "where the Hugging Face folder goes at the end; default: OUTPUT_DIR/hf"
+    )
+    export_dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto",
+        "dtype of the exported weights. auto: that of --model's folder; bfloat16 for presets",
+    )
+    skip_export: bool = flag(False, "write no Hugging Face folder at the end")
+    expect_first_loss: float | None = flag(
+        None, "stop if the loss of step 1 is elsewhere; default: off"
+    )
+    expect_tol: float = flag(0.05, "largest distance from --expect_first_loss")
     log_every: int = flag(10, "steps between log lines (> 0)")
     tensorboard: bool = flag(False, "write TensorBoard files (needs the tensorboard package)")
     wandb: bool = flag(False, "log to Weights & Biases (needs the wandb package)")
@@ -421,6 +445,11 @@ def check_values(cfg: Config) -> list[str]:
         ("eval_every", cfg.eval_every >= 0, "must be 0 (never) or above"),
         ("eval_steps", cfg.eval_steps > 0, "must be above 0"),
         ("log_every", cfg.log_every > 0, "must be above 0"),
+        ("save_every", cfg.save_every >= 0, "must be 0 (never) or above"),
+        ("keep", cfg.keep >= 0, "must be 0 (all) or above"),
+        ("resume", cfg.resume in ("auto", "never") or cfg.resume.isdigit(), "must be auto, never or a step number"),
+        ("expect_tol", cfg.expect_tol > 0, "must be above 0"),
+        ("export_dir", not (cfg.skip_export and cfg.export_dir), "does nothing with --skip_export"),
         ("router_aux_loss_coef", cfg.router_aux_loss_coef is None or 0 <= cfg.router_aux_loss_coef < math.inf,
          "must be 0 (off) or above"),
         ("device", cfg.device != "neuron" or os.path.exists("/dev/neuron0"), "there is no /dev/neuron0 here"),
@@ -574,6 +603,9 @@ def check_architecture(raw: dict[str, Any]) -> list[str]:
         (not raw.get("partial_rotary_factor"), "partial_rotary_factor is not supported"),
     ]  # fmt: skip
     return [rule for holds, rule in rules if not holds]
+
+
+MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja"]  # of a hub repository
 
 
 def model_folder(cfg: Config, patterns: list[str]) -> Path:
@@ -1347,7 +1379,9 @@ def parallelize(model: Qwen3ForCausalLM, mesh: DeviceMesh, cfg: Config) -> None:
         apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"], cfg)
 
 
-def materialize(model: Qwen3ForCausalLM, device: torch.device, cfg: Config) -> None:
+def materialize(
+    model: Qwen3ForCausalLM, device: torch.device, cfg: Config, group: Any = None
+) -> None:
     """Allocate this rank's shards and fill them: random, or from --model's safetensors files."""
     model.to_empty(device="cpu" if cfg.cpu_offload else device)
     model.tie_weights()
@@ -1357,7 +1391,7 @@ def materialize(model: Qwen3ForCausalLM, device: torch.device, cfg: Config) -> N
     if cfg.model in PRESETS or cfg.random_init:
         init_weights(model, cfg.seed)
     else:
-        load_weights(model, model_folder(cfg, ["*.safetensors", "*.json", "*.txt", "*.jinja"]))
+        load_weights(model, model_folder(cfg, MODEL_FILES), group)
 
 
 # ---- Loss, optimizer, schedule --------------------------------------------------------------------
@@ -1722,7 +1756,7 @@ class Metrics:
         where = f" rank {peaks.index(top)}" if top - min(peaks) > 0.01 * top else ""
         left = (self.cfg.steps - step) * seconds / (step - self.step)
         extra = "".join(
-            f"  {k}: {v:.4g}" for k, v in values.items() if k not in ("loss", "grad_norm")
+            f"  {k}: {v:.4g}" for k, v in values.items() if k not in ("loss", "grad_norm", "labels")
         )
         log.info(
             f"step: {step:2d}  loss: {values['loss']:8.5f}  grad_norm: {values['grad_norm']:7.4f}  "
@@ -1828,6 +1862,15 @@ def init_distributed(device: torch.device) -> None:
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
 
 
+# Flags whose change alters a run that is resumed.
+ALTERING_FLAGS = (
+    "task", "packing", "dataset", "dataset_config", "split", "text_column", "disable_shuffle", "seq_len",
+    "global_batch_size", "eval_every", "eval_steps", "steps", "seed", "lr", "warmup_steps", "decay_type",
+    "decay_ratio", "min_lr_factor", "weight_decay", "max_norm", "adam_beta1", "adam_beta2", "adam_eps",
+    "router_aux_loss_coef", "mixed_precision_param", "mixed_precision_reduce",
+)  # fmt: skip
+
+
 class Trainer:
     """Everything between the flags and the loop, in the order in which it must happen."""
 
@@ -1837,6 +1880,8 @@ class Trainer:
             keep_freed_memory()
         init_distributed(self.device)  # before anything touches the device
         self.world_size = dist.get_world_size()
+        # for errors, signals and files: host messages that never wait for the device
+        self.control = dist.new_group(backend="gloo") if self.world_size > 1 else None
         if cfg.mixed_precision_param == "auto":
             cfg.mixed_precision_param = "float32" if self.device.type == "cpu" else "bfloat16"
         torch.manual_seed(cfg.seed)
@@ -1861,10 +1906,12 @@ class Trainer:
         )
         self.model.lm_head.loss_chunks = num_loss_chunks(cfg, -(-hf.vocab_size // self.tp))
         with waiting_for("loading weights"):
-            materialize(self.model, self.device, cfg)
+            materialize(self.model, self.device, cfg, self.control)
         self.optimizer = build_optimizer(self.model, cfg)
-        self.step = 0
+        self.step = self.first_step = 0
         self.bad_steps = torch.zeros((), device=self.device)  # consecutive, counted on the device
+        self.checkpoints = TrainingCheckpoints(Path(cfg.output_dir), cfg.keep, self.control)
+        self.resume()
         self.summary(total, active)
 
     def make_dp_group(self) -> Any:
@@ -1877,9 +1924,9 @@ class Trainer:
         """The dataset; the first rank of each node tokenises it, unless run.sh already did."""
         if self.world_size == 1:
             return open_rows(self.cfg, self.hf)
-        control, first = dist.new_group(backend="gloo"), os.environ["LOCAL_RANK"] == "0"
+        first = os.environ["LOCAL_RANK"] == "0"
         rows = open_rows(self.cfg, self.hf) if first else None
-        dist.barrier(group=control)
+        dist.barrier(group=self.control)
         return rows if first else open_rows(self.cfg, self.hf)
 
     def summary(self, total: int, active: int) -> None:
@@ -1904,8 +1951,56 @@ class Trainer:
             "parameters": total,
             "active_parameters": active,
             "mesh": shape,
+            "first_step": self.first_step,
         }
         self.metrics = Metrics(cfg, self.hf, self.world_size, self.device, header)
+        self.metrics.mark(self.step, self.step * tokens)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds as tensors; the optimizer's state is made if there is none yet."""
+        state = {"rng": torch.get_rng_state(), "bad_steps": self.bad_steps}
+        for name, p in unique_parameters(self.model).items():
+            moments = self.optimizer.state[p]
+            if not moments:
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            state |= {f"model.{name}": p.detach()}
+            state |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
+        return state
+
+    def save(self) -> None:
+        facts = {
+            "step": self.step,
+            "position": self.loader.position,
+            "global_batch": self.loader.global_batch,
+            "world_size": self.world_size,
+            "config": dataclasses.asdict(self.cfg),
+        }
+        with waiting_for(f"saving the checkpoint of step {self.step}"):
+            self.checkpoints.save(self.state(), facts, self.cfg.async_save)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that --resume asks for, and say what differs from then."""
+        with waiting_for("looking for a checkpoint"):
+            step = self.checkpoints.find(self.cfg.resume)
+        if step is None:
+            return
+        facts, state = self.checkpoints.facts(step), self.state()
+        with waiting_for(f"loading the checkpoint of step {step}"):
+            self.checkpoints.load(state, step)
+        torch.set_rng_state(state["rng"])
+        self.step = self.first_step = step
+        self.loader.position = facts["position"]
+        log.info(
+            f"resuming from step {step} of {self.cfg.output_dir}, saved on {facts['world_size']} rank(s)"
+        )
+        then = facts["config"] | {"global_batch_size": facts["global_batch"]}
+        now = dataclasses.asdict(self.cfg) | {"global_batch_size": self.loader.global_batch}
+        for name in ALTERING_FLAGS:
+            if then.get(name) != now[name]:
+                log.warning(
+                    f"--{name} is {now[name]}, was {then.get(name)}: the run goes on differently"
+                )
 
     def to_device(self, batch: Batch) -> Batch:
         return tuple(t.to(self.device, non_blocking=True) for t in batch)
@@ -1955,12 +2050,12 @@ class Trainer:
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
 
-    def log_step(self, out: dict[str, torch.Tensor]) -> None:
+    def log_step(self, out: dict[str, torch.Tensor]) -> float:
         """Read the step's numbers (the host waits here) and print them. Raises on persistent NaNs."""
         sums = self.sum_over_dp(torch.stack((out["loss"], out["aux"])))
         numbers = torch.stack((*sums, out["grad_norm"], out["num_valid"], self.bad_steps)).tolist()
         loss, aux, norm, num_valid, bad = numbers
-        values = {"loss": loss, "grad_norm": norm}
+        values = {"loss": loss, "grad_norm": norm, "labels": num_valid}
         if self.routers.load_E is not None:
             values |= {"aux_loss": aux} if self.routers.coef else {}
             values["expert_load"] = self.routers.max_load()
@@ -1979,6 +2074,7 @@ class Trainer:
                 f"gradients were not finite for {bad:.0f} steps in a row (up to step {self.step}, loss {loss}, grad_norm "
                 f"{norm}); the weights are those of step {self.step - bad:.0f}. Try a lower --lr or longer --warmup_steps"
             )
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -2002,32 +2098,88 @@ class Trainer:
         self.metrics.time += time.perf_counter() - start  # evaluation is not training time
 
     def train(self) -> None:
-        """The loop: a step, and now and then a line, a validation, a trace."""
-        cfg, start, out = self.cfg, time.perf_counter(), None
+        """The loop: a step, and now and then a line, a validation, a checkpoint; at the end the export."""
+        cfg, start = self.cfg, time.perf_counter()
+        stop = StopSignal(self.control)
         self.model.train()
+        if self.step >= cfg.steps:
+            log.info(
+                f"nothing to train: the checkpoint is of step {self.step}, --steps is {cfg.steps}"
+            )
         with self.profiler() as profiler:
             while self.step < cfg.steps:
+                stop.begin_step()
                 self.step += 1
-                first = self.step == 1
-                with waiting_for("compiling step 1") if first else contextlib.nullcontext():
+                first, last = self.step == self.first_step + 1, self.step == cfg.steps
+                with waiting_for("compiling the first step") if first else contextlib.nullcontext():
                     out = self.train_step(next(self.loader))
                     if first:
                         out["grad_norm"].item()  # waits, so that its time is known apart
-                        log.info(
-                            f"first step, with compilation: {time.perf_counter() - start:.1f} s"
-                        )
-                if first or self.step % cfg.log_every == 0 or self.step == cfg.steps:
-                    self.log_step(out)
+                        seconds = time.perf_counter() - start
+                        log.info(f"first step, with compilation: {seconds:.1f} s")
+                if first or last or self.step % cfg.log_every == 0:
+                    loss = self.log_step(out)
+                if self.step == 1:
+                    self.check_first_loss(loss)
                 if cfg.eval_every and self.step % cfg.eval_every == 0:
                     self.evaluate()
+                stopping = stop.at_end_of_step()
+                if stopping or (cfg.save_every and (last or self.step % cfg.save_every == 0)):
+                    self.save()
                 profiler.step()
+                if stopping and not last:
+                    self.checkpoints.wait()
+                    raise Stopped(
+                        f"stopped by a signal after step {self.step}, which is saved; the same command goes on"
+                    )
+        self.checkpoints.wait()
         seconds = time.perf_counter() - start
-        tokens = self.step * self.loader.global_batch * cfg.seq_len
-        log.info(
-            f"done: {self.step} steps, {tokens:,} tokens in {timedelta(seconds=round(seconds))}; "
-            f"numbers in {cfg.output_dir}/metrics.jsonl"
-        )
+        tokens = (self.step - self.first_step) * self.loader.global_batch * cfg.seq_len
+        steps = self.step - self.first_step
+        log.info(f"trained {steps} steps, {tokens:,} tokens in {timedelta(seconds=round(seconds))}")
+        if not cfg.skip_export:
+            self.export()
+        log.info(f"done: step {self.step}; numbers in {cfg.output_dir}/metrics.jsonl")
         self.metrics.close()
+
+    def check_first_loss(self, loss: float) -> None:
+        """The first loss tells whether weights, tokenizer and data belong together."""
+        cfg, chance = self.cfg, math.log(self.hf.vocab_size)
+        if (
+            cfg.expect_first_loss is not None
+            and not abs(loss - cfg.expect_first_loss) <= cfg.expect_tol
+        ):
+            raise RunError(
+                f"the first loss is {loss:.4f}, --expect_first_loss is {cfg.expect_first_loss} within "
+                f"--expect_tol {cfg.expect_tol}: are weights, tokenizer and data those that you meant?"
+            )
+        if cfg.model not in PRESETS and not cfg.random_init and loss > 0.9 * chance:
+            log.warning(
+                f"the first loss, {loss:.2f}, is near that of random weights, ln(vocab_size) = {chance:.2f}: "
+                f"do the weights of --model {cfg.model} and its tokenizer fit the data?"
+            )
+
+    def export(self) -> None:
+        """The trained weights as a Hugging Face folder."""
+        cfg = self.cfg
+        source = None if cfg.model in PRESETS else model_folder(cfg, MODEL_FILES)
+        stored = str(self.hf.dtype or "").removeprefix("torch.") if source else ""
+        dtype = DTYPES.get(
+            stored if cfg.export_dtype == "auto" else cfg.export_dtype, torch.bfloat16
+        )
+        folder = Path(cfg.export_dir or Path(cfg.output_dir) / "hf")
+        facts = {
+            "started from": cfg.model + " (random weights)" * (source is None or cfg.random_init),
+            "data": cfg.dataset, "task": cfg.task, "steps": self.step, "sequence length": cfg.seq_len,
+            "rows per step": self.loader.global_batch, "peak learning rate": cfg.lr, "seed": cfg.seed,
+        }  # fmt: skip
+        chat = text_encoder(cfg).chat if cfg.task == "sft" else None
+        end = chat.tokenizer.convert_tokens_to_ids(chat.end) if chat else None
+        with waiting_for(f"exporting to {folder}"):
+            export(self.model, folder, dtype, source, facts, self.control, end)
+        log.info(
+            f"exported to {folder} ({dtype}); transformers loads it with no missing or unexpected key"
+        )
 
     def profiler(self) -> Any:
         """torch.profiler over steps 3 to 5, one trace file a rank; otherwise an object that does nothing."""
@@ -2086,28 +2238,35 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def run(cfg: Config) -> None:
+    """Check, then train, or what --check and --inspect ask for instead."""
+    hf = preflight(cfg)
+    if cfg.check:
+        Loader(open_rows(cfg, hf), cfg, 0, 1)
+    elif cfg.inspect:
+        if os.environ.get("RANK", "0") == "0":
+            loader = Loader(open_rows(cfg, hf), cfg, 0, 1)
+            sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+            print(*data.inspect(loader, text_encoder(cfg), cfg.inspect), sep="\n", flush=True)
+    else:
+        Trainer(cfg, hf).train()
+        dist.destroy_process_group()
+
+
 @record  # torchrun prints the traceback of the rank that failed first
 def main() -> None:
     setup_logging()
     try:
-        cfg = parse(sys.argv[1:])
-        hf = preflight(cfg)
-        if cfg.check:
-            Loader(open_rows(cfg, hf), cfg, 0, 1)
-            return
-        if cfg.inspect:
-            if os.environ.get("RANK", "0") == "0":
-                loader = Loader(open_rows(cfg, hf), cfg, 0, 1)
-                sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
-                print(*data.inspect(loader, text_encoder(cfg), cfg.inspect), sep="\n", flush=True)
-            return
-        trainer = Trainer(cfg, hf)
-    except (UsageError, kernels.OverrideError) as e:
-        for line in str(e).splitlines():
+        run(parse(sys.argv[1:]))
+    except Stopped as e:
+        log.warning(e)
+        leave(RESUMABLE)
+    except (UsageError, kernels.OverrideError, RunError, FloatingPointError) as e:
+        for line in str(e).splitlines():  # no traceback
             print(f"[qwen3-trn] error: {line}", file=sys.stderr)
-        leave(2)
-    trainer.train()
-    dist.destroy_process_group()
+        leave(1 if isinstance(e, RunError | FloatingPointError) else 2)
+    except KeyboardInterrupt:
+        leave(130)  # as a shell says of SIGINT
 
 
 if __name__ == "__main__":
