@@ -37,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor
 
@@ -350,13 +351,18 @@ def export(
             write_file(temporary / "model.safetensors.index.json", json.dumps(index, indent=2))
 
     def write_shards() -> None:
-        gatherer = Gatherer(model, group)
+        gatherer, failed = Gatherer(model, group), None
         for i, (name, shard) in enumerate(zip(names, shards, strict=True)):
             found = {t.name: gatherer.gather(t, dtype, i % world) for t in shard}
-            if rank == i % world:
-                save_file(found, temporary / name, metadata={"format": "pt"})
-                sync(temporary / name)
+            try:
+                if rank == i % world and failed is None:
+                    save_file(found, temporary / name, metadata={"format": "pt"})
+                    sync(temporary / name)
+            except (OSError, SafetensorError) as e:
+                failed = e  # raised when no rank waits for this one's tensors any more
             del found
+        if failed is not None:
+            raise failed
 
     def finish() -> None:
         verify_export(temporary)
@@ -460,7 +466,7 @@ def together(what: str, function: Callable[[], None] | None, group: Any) -> None
     try:
         if function is not None:
             function()
-    except (OSError, RuntimeError, UsageError, SafetensorError) as e:
+    except (OSError, RuntimeError, UsageError, SafetensorError, CheckpointException) as e:
         error = str(e).splitlines()[0] if isinstance(e, UsageError | SaveError) else reason(e)
     errors = [error]
     if group is not None:
@@ -632,7 +638,10 @@ class TrainingCheckpoints:
                         raise SaveError("other ranks did not finish within 600 s")
                     time.sleep(0.05)
                 self.publish(temporary, step)
-        except Exception as e:  # handed to the training thread, which raises it in wait
+        except (
+            Exception,
+            CheckpointException,
+        ) as e:  # handed to the training thread, which raises it in wait
             self.error = reason(e)
 
     def wait(self) -> None:
@@ -699,7 +708,13 @@ class TrainingCheckpoints:
             dcp.load(
                 state, storage_reader=reader, process_group=self.group, no_dist=self.group is None
             )
-        except (RuntimeError, pickle.UnpicklingError, ValueError, KeyError) as e:
+        except (
+            RuntimeError,
+            pickle.UnpicklingError,
+            ValueError,
+            KeyError,
+            CheckpointException,
+        ) as e:
             raise UsageError(f"--resume: {folder} does not fit this model: {reason(e)}") from e
 
 

@@ -319,6 +319,7 @@ else
     [ "$code" = 0 ] || exit "$code"
     [ "$signal" = 0 ] || exit $((128 + signal)) # it came too late for the check to notice
     [ "$NNODES" = 1 ] || say "node $NODE_RANK of $NNODES; it waits for the others, run.sh on each, at $address:$port"
+    default TORCH_DISABLE_SHARE_RDZV_TCP_STORE 1 # else a restarted rank finds addresses of the attempt before
     default TORCH_ELASTIC_SHUTDOWN_TIMEOUT 600 # seconds for a last checkpoint after a signal, instead of 30
     arguments=(
         --nnodes "$NNODES" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" --role rank

@@ -3329,7 +3329,7 @@ def test_checkpoint_metadata_cannot_run_code(tmp_path):
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):
     run_ranks(1, train_from, arguments("untied", "--skip_export --save_every 10", out=tmp_path))
-    with pytest.raises(AssertionError, match="UsageError: --resume: .*does not fit this model"):
+    with pytest.raises(AssertionError, match=r"UsageError: --resume: .*does not fit this model"):
         run_ranks(1, train_from, arguments("moe", "--skip_export", out=tmp_path))
 
 
@@ -3357,8 +3357,10 @@ def unwritable(argv: list[str], how: str) -> None:
     trainer = make_trainer(argv)
     folder = trainer.checkpoints.folder
     if how == "vanished":
-        shutil.rmtree(folder)
-        folder.write_text("a file where the folder was")
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+            folder.write_text("a file where the folder was")
+        dist.barrier()
     else:  # as a full disk says it, in the middle of the data
 
         def full_disk(*_args, **_kwargs):
