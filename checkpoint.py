@@ -565,7 +565,9 @@ class TrainingCheckpoints:
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
         self.folder, self.keep, self.group = folder / "checkpoints", keep, group
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.pending: Any = None  # the future of an asynchronous save and its publishing thread
+        # An asynchronous save talks while the steps do: on a group of its own, or messages get mixed up.
+        self.background = dist.new_group(backend="gloo") if group is not None else None
+        self.pending: Any = None  # an asynchronous save: its thread, and what it is called
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -588,7 +590,7 @@ class TrainingCheckpoints:
         no_dist = {} if self.group is not None else {"no_dist": True}
         if asynchronous:
             self.error: str | None = None
-            future = dcp.async_save(state, **kwargs, **no_dist)
+            future = dcp.async_save(state, **kwargs | {"process_group": self.background}, **no_dist)
             thread = threading.Thread(target=self.publish_later, args=(future, temporary, step))
             thread.start()
             self.pending = (thread, what)
