@@ -65,6 +65,8 @@ for spec in filter(None, map(pin.match, open(requirements))):
     found = installed(name)
     if found != want and not (any_patch and found.startswith(want + ".")):
         differences.append(f"{name} {found or 'missing'} (wanted {want})")
+if installed("kernels"):  # transformers would import this project's kernels.py in its place
+    differences.append("the package kernels, whose name is also that of a file here")
 print(", ".join(differences))
 sys.exit(bool(differences))
 PY
