@@ -2139,7 +2139,7 @@ class Trainer:
         log.info(f"trained {steps} steps, {tokens:,} tokens in {timedelta(seconds=round(seconds))}")
         if not cfg.skip_export:
             self.export()
-        log.info(f"done: step {self.step}; numbers in {cfg.output_dir}/metrics.jsonl")
+        log.info(f"done: {self.step} steps; numbers in {cfg.output_dir}/metrics.jsonl")
         self.metrics.close()
 
     def check_first_loss(self, loss: float) -> None:
