@@ -87,11 +87,15 @@ import kernels
 from checkpoint import (
     RESUMABLE,
     RunError,
+    SaveError,
     Stopped,
     StopSignal,
     TrainingCheckpoints,
     UsageError,
+    architecture,
+    control_group,
     export,
+    export_problem,
     load_weights,
     local_slices,
     local_tensor,
@@ -1382,7 +1386,10 @@ def parallelize(model: Qwen3ForCausalLM, mesh: DeviceMesh, cfg: Config) -> None:
 def materialize(
     model: Qwen3ForCausalLM, device: torch.device, cfg: Config, group: Any = None
 ) -> None:
-    """Allocate this rank's shards and fill them: random, or from --model's safetensors files."""
+    """Allocate this rank's shards and fill them: random, or from --model's safetensors files.
+
+    ``group``: a gloo group of all ranks; None on one rank.
+    """
     model.to_empty(device="cpu" if cfg.cpu_offload else device)
     model.tie_weights()
     reset_buffers(model)
@@ -1390,8 +1397,13 @@ def materialize(
         buffer.data = buffer.data.to(device)
     if cfg.model in PRESETS or cfg.random_init:
         init_weights(model, cfg.seed)
-    else:
-        load_weights(model, model_folder(cfg, MODEL_FILES), group)
+        return
+    if group is not None:
+        # The first rank of each node fetches a hub id; the others find it in the cache.
+        if os.environ["LOCAL_RANK"] == "0":
+            model_folder(cfg, MODEL_FILES)
+        dist.barrier(group=group)
+    load_weights(model, model_folder(cfg, MODEL_FILES), group)
 
 
 # ---- Loss, optimizer, schedule --------------------------------------------------------------------
@@ -1864,7 +1876,7 @@ def init_distributed(device: torch.device) -> None:
 
 # Flags whose change alters a run that is resumed.
 ALTERING_FLAGS = (
-    "task", "packing", "dataset", "dataset_config", "split", "text_column", "disable_shuffle", "seq_len",
+    "model", "task", "packing", "dataset", "dataset_config", "split", "text_column", "disable_shuffle", "seq_len",
     "global_batch_size", "eval_every", "eval_steps", "steps", "seed", "lr", "warmup_steps", "decay_type",
     "decay_ratio", "min_lr_factor", "weight_decay", "max_norm", "adam_beta1", "adam_beta2", "adam_eps",
     "router_aux_loss_coef", "mixed_precision_param", "mixed_precision_reduce",
@@ -1881,7 +1893,7 @@ class Trainer:
         init_distributed(self.device)  # before anything touches the device
         self.world_size = dist.get_world_size()
         # for errors, signals and files: host messages that never wait for the device
-        self.control = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self.control = control_group()
         if cfg.mixed_precision_param == "auto":
             cfg.mixed_precision_param = "float32" if self.device.type == "cpu" else "bfloat16"
         torch.manual_seed(cfg.seed)
@@ -1910,7 +1922,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, cfg)
         self.step = self.first_step = 0
         self.bad_steps = torch.zeros((), device=self.device)  # consecutive, counted on the device
-        self.checkpoints = TrainingCheckpoints(Path(cfg.output_dir), cfg.keep, self.control)
+        self.checkpoints = TrainingCheckpoints(Path(cfg.output_dir), cfg.keep)
         self.resume()
         self.summary(total, active)
 
@@ -1974,7 +1986,9 @@ class Trainer:
             "position": self.loader.position,
             "global_batch": self.loader.global_batch,
             "world_size": self.world_size,
+            "rows": self.loader.rows.num_rows,
             "config": dataclasses.asdict(self.cfg),
+            "architecture": architecture(self.hf),
         }
         with waiting_for(f"saving the checkpoint of step {self.step}"):
             self.checkpoints.save(self.state(), facts, self.cfg.async_save)
@@ -1985,7 +1999,7 @@ class Trainer:
             step = self.checkpoints.find(self.cfg.resume)
         if step is None:
             return
-        facts, state = self.checkpoints.facts(step), self.state()
+        facts, state = self.checkpoints.facts(step, self.hf), self.state()
         with waiting_for(f"loading the checkpoint of step {step}"):
             self.checkpoints.load(state, step)
         torch.set_rng_state(state["rng"])
@@ -1996,6 +2010,10 @@ class Trainer:
         )
         then = facts["config"] | {"global_batch_size": facts["global_batch"]}
         now = dataclasses.asdict(self.cfg) | {"global_batch_size": self.loader.global_batch}
+        if facts["rows"] != (rows := self.loader.rows.num_rows):
+            log.warning(
+                f"the dataset has {rows} rows, had {facts['rows']}: the run goes on differently"
+            )
         for name in ALTERING_FLAGS:
             if then.get(name) != now[name]:
                 log.warning(
@@ -2108,7 +2126,6 @@ class Trainer:
             )
         with self.profiler() as profiler:
             while self.step < cfg.steps:
-                stop.begin_step()
                 self.step += 1
                 first, last = self.step == self.first_step + 1, self.step == cfg.steps
                 with waiting_for("compiling the first step") if first else contextlib.nullcontext():
@@ -2138,7 +2155,16 @@ class Trainer:
         steps = self.step - self.first_step
         log.info(f"trained {steps} steps, {tokens:,} tokens in {timedelta(seconds=round(seconds))}")
         if not cfg.skip_export:
-            self.export()
+            try:
+                self.export()
+            except SaveError as e:
+                if cfg.save_every:
+                    raise
+                self.save()  # nothing else holds what was trained
+                self.checkpoints.wait()
+                raise SaveError(
+                    f"{e}; a training checkpoint of step {self.step} was saved instead"
+                ) from e
         log.info(f"done: {self.step} steps; numbers in {cfg.output_dir}/metrics.jsonl")
         self.metrics.close()
 
@@ -2167,7 +2193,7 @@ class Trainer:
         dtype = DTYPES.get(
             stored if cfg.export_dtype == "auto" else cfg.export_dtype, torch.bfloat16
         )
-        folder = Path(cfg.export_dir or Path(cfg.output_dir) / "hf")
+        folder = export_folder(cfg)
         facts = {
             "started from": cfg.model + " (random weights)" * (source is None or cfg.random_init),
             "data": cfg.dataset, "task": cfg.task, "steps": self.step, "sequence length": cfg.seq_len,
@@ -2176,10 +2202,8 @@ class Trainer:
         chat = text_encoder(cfg).chat if cfg.task == "sft" else None
         end = chat.tokenizer.convert_tokens_to_ids(chat.end) if chat else None
         with waiting_for(f"exporting to {folder}"):
-            export(self.model, folder, dtype, source, facts, self.control, end)
-        log.info(
-            f"exported to {folder} ({dtype}); transformers loads it with no missing or unexpected key"
-        )
+            how = export(self.model, folder, dtype, source, facts, self.control, end)
+        log.info(f"exported to {folder} ({dtype}); {how}")
 
     def profiler(self) -> Any:
         """torch.profiler over steps 3 to 5, one trace file a rank; otherwise an object that does nothing."""
@@ -2192,6 +2216,10 @@ class Trainer:
                 str(trace), f"rank{dist.get_rank()}"
             ),
         )
+
+
+def export_folder(cfg: Config) -> Path:
+    return Path(cfg.export_dir or Path(cfg.output_dir) / "hf")
 
 
 def text_encoder(cfg: Config) -> Encoder:
@@ -2226,6 +2254,10 @@ def preflight(cfg: Config) -> Any:
         errors.append(
             f"--output_dir {cfg.output_dir}: cannot be written: {e.strerror}; use another folder"
         )
+    else:
+        source = Path(cfg.model) if Path(cfg.model).is_dir() else None
+        if not cfg.skip_export and (problem := export_problem(export_folder(cfg), source)):
+            errors.append(f"--export_dir {problem}")
     if errors:
         raise UsageError("\n".join(errors))
     return hf
