@@ -113,8 +113,9 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """A new gloo group of all ranks, for messages between hosts; None on one rank. Every rank must call it."""
-    if dist.get_world_size() == 1:
+    """A new gloo group of all ranks, for messages between hosts; None on one rank, also if it only plays one of
+    many (a dry run). Every rank must call it."""
+    if dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
         return None
     # Long, because a rank may still compile, or write, while the others wait for it.
     minutes = int(os.environ.get("PG_TIMEOUT_MINUTES", "60"))

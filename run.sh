@@ -183,7 +183,7 @@ for a in "$@"; do # only what the launch itself must know
         --output[_-]dir=*) output_dir=${a#*=} ;;
         --device=*) device=${a#*=} ;;
         --check) check_only=1 ;;
-        -h | --help | --dry[_-]run) exec "$python" "$trainer" "$@" ;;
+        -h | --help | --dry[_-]run | --dry[_-]run=*) exec "$python" "$trainer" "$@" ;;
     esac
     previous=$a
 done

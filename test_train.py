@@ -55,6 +55,7 @@ import checkpoint
 import data
 import kernels
 import nki_cpu
+import plan
 import train_qwen3_trn as trn
 from nki_cpu import isa as nisa
 from nki_cpu import language as nl
@@ -4058,3 +4059,33 @@ def test_loading_and_exporting_need_little_more_than_the_shard(tmp_path, flags):
     ):
         assert loading < shard + largest + 200e6
         assert exporting < 200e6
+
+
+# ---- Dry run ------------------------------------------------------------------------------------
+PLANNED_LAYOUTS = {"fsdp4": "--bs 2", "tp4": "--bs 8 --tp 4", "fsdp2_tp2": "--bs 4 --tp 2"}
+
+
+def planned(argv: list[str]) -> dict:
+    cfg = trn.parse(argv)
+    return plan.predict(cfg, trn.preflight(cfg))
+
+
+def measured(cases: dict[str, list[str]]) -> dict[str, dict]:
+    """Each case trained for two steps on these ranks; what the second one took, when Adam has its state."""
+    found = {}
+    for name, argv in cases.items():
+        trainer = make_trainer(argv)
+        trainer.step = 1
+        trainer.train_step(next(trainer.loader))
+        found[name] = plan.measure(trainer, next(trainer.loader))
+        del trainer
+    return found
+
+
+def plan_cases(names: list[str]) -> dict[str, list[str]]:
+    """KIND/LAYOUT/AC -> flags: wide enough that tensors, and not the few bytes beside them, decide."""
+    cases = {}
+    for name in names:
+        kind, layout, ac = name.split("/")
+        cases[name] = arguments(kind, f"{PLANNED_LAYOUTS[layout]} --ac {ac} --resume never")
+    return cases

@@ -150,11 +150,12 @@ SILENT = logging.Logger("silent", logging.CRITICAL)
 
 
 # ---- Configuration ------------------------------------------------------------------------------
-def flag(default: Any, text: str, *aliases: str) -> Any:
+def flag(default: Any, text: str, *aliases: str, value_if_alone: str | None = None) -> Any:
     """A field of the configuration: its default, its --help line and its short spellings."""
     make = {"default_factory": lambda: list(default)} if isinstance(default, list) else {}
     make = make or {"default": default}
-    return dataclasses.field(**make, metadata={"help": text, "aliases": list(aliases)})
+    alone = {"nargs": "?", "const": value_if_alone} if value_if_alone else {}
+    return dataclasses.field(**make, metadata={"help": text, "aliases": list(aliases), **alone})
 
 
 @dataclass
@@ -314,6 +315,15 @@ class OutputFlags:
         "print this many training rows as text, what is trained in \u27e6 \u27e7, then stop; 0: off",
     )
     check: bool = flag(False, "check flags and prepare the data, then stop; run.sh does this first")
+    dry_run: Literal["off", "text", "json"] = flag(
+        "off",
+        "predict memory, communication and time of --world_size ranks without any device or data, then "
+        "stop; text (the same as no value): for people, json: one object",
+        value_if_alone="text",
+    )
+    world_size: int | None = flag(
+        None, "ranks of a --dry_run (> 0); default: as many as the degrees given make"
+    )
 
 
 @dataclass
@@ -426,6 +436,7 @@ def is_backend(name: str) -> bool:
 
 def check_values(cfg: Config) -> list[str]:
     """Ranges of single flags, and flags that have no effect beside others."""
+    planned = cfg.dry_run != "off"
     rules = [  # flag, holds, rule
         ("seq_len", cfg.seq_len > 0, "must be above 0"),
         ("local_batch_size", cfg.local_batch_size > 0, "must be above 0"),
@@ -456,8 +467,10 @@ def check_values(cfg: Config) -> list[str]:
         ("export_dir", not (cfg.skip_export and cfg.export_dir), "does nothing with --skip_export"),
         ("router_aux_loss_coef", cfg.router_aux_loss_coef is None or 0 <= cfg.router_aux_loss_coef < math.inf,
          "must be 0 (off) or above"),
-        ("device", cfg.device != "neuron" or os.path.exists("/dev/neuron0"), "there is no /dev/neuron0 here"),
-        ("device", cfg.device != "cuda" or torch.cuda.is_available(), "PyTorch finds no CUDA GPU here"),
+        ("device", cfg.device != "neuron" or planned or os.path.exists("/dev/neuron0"), "there is no /dev/neuron0 here"),
+        ("device", cfg.device != "cuda" or planned or torch.cuda.is_available(), "PyTorch finds no CUDA GPU here"),
+        ("world_size", cfg.world_size is None or cfg.world_size > 0, "must be above 0"),
+        ("world_size", cfg.world_size is None or planned, "does nothing without --dry_run; NGPU starts that many ranks"),
         ("compile_backend", cfg.compile_backend is None or is_backend(cfg.compile_backend),
          "must be a backend of torch.compile, such as inductor"),
         ("random_init", not cfg.random_init or cfg.model not in PRESETS, "does nothing: a preset always has random weights"),
@@ -1395,6 +1408,8 @@ def materialize(
     reset_buffers(model)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+    if cfg.dry_run != "off":
+        return  # there is memory to count, but no values
     if cfg.model in PRESETS or cfg.random_init:
         init_weights(model, cfg.seed)
         return
@@ -1823,6 +1838,8 @@ def device_type(cfg: Config) -> str:
     """neuron, cuda or cpu. Does not touch the device: on Trainium the process group must come first."""
     if cfg.device != "auto":
         return cfg.device
+    if cfg.dry_run != "off":
+        return "neuron"
     found = torch.accelerator.current_accelerator(check_available=True)
     cuda = found is not None and found.type == "cuda"  # a laptop's mps has no process group
     return "neuron" if os.path.exists("/dev/neuron0") else "cuda" if cuda else "cpu"
@@ -1831,9 +1848,11 @@ def device_type(cfg: Config) -> str:
 def pick_device(cfg: Config) -> torch.device:
     """The device of --device, ready for init_process_group."""
     kind = device_type(cfg)
+    global group_align
+    group_align = 128 if kind == "neuron" else 1
+    if cfg.dry_run != "off":
+        return torch.device("cpu")  # of tensors without values; sizes are those of --device
     if kind == "neuron":
-        global group_align
-        group_align = 128
         import torch_neuronx  # noqa: F401 - registers the device and its process-group backend
     elif kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -1888,14 +1907,14 @@ class Trainer:
 
     def __init__(self, cfg: Config, hf: Any) -> None:
         self.cfg, self.hf, self.device = cfg, hf, pick_device(cfg)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and cfg.dry_run == "off":
             keep_freed_memory()
         init_distributed(self.device)  # before anything touches the device
         self.world_size = dist.get_world_size()
         # for errors, signals and files: host messages that never wait for the device
         self.control = control_group()
         if cfg.mixed_precision_param == "auto":
-            cfg.mixed_precision_param = "float32" if self.device.type == "cpu" else "bfloat16"
+            cfg.mixed_precision_param = "float32" if device_type(cfg) == "cpu" else "bfloat16"
         torch.manual_seed(cfg.seed)
         self.mesh = build_mesh(cfg, self.device.type, self.world_size)
         replicate, shard, self.tp = degrees(cfg, self.world_size)
@@ -2033,9 +2052,7 @@ class Trainer:
         """
         cfg, loss_sum = self.cfg, torch.zeros((), device=self.device)
         aux_sum = torch.zeros((), device=self.device)
-        valid = torch.tensor(
-            float(sum((labels != IGNORE_INDEX).sum() for _, labels, *_ in batches))
-        )
+        valid = sum((labels != IGNORE_INDEX).sum() for _, labels, *_ in batches).float()
         # over ranks and micro-batches, so that uneven padding cannot skew the mean
         num_valid = self.sum_over_dp(valid.to(self.device))
         for group in self.optimizer.param_groups:
@@ -2236,10 +2253,44 @@ def open_rows(cfg: Config, hf: Any) -> FileRows | StreamRows:
 
 
 # ---- Entry point --------------------------------------------------------------------------------
+def num_ranks(cfg: Config) -> int:
+    """Ranks of this run; of a dry run those of --world_size, or of the degrees."""
+    if cfg.dry_run == "off":
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    shard = max(1, cfg.data_parallel_shard_degree)
+    product = cfg.data_parallel_replicate_degree * shard * cfg.tensor_parallel_degree
+    return cfg.world_size or product
+
+
+def output_problems(cfg: Config) -> list[str]:
+    """Whether the folders that the run will write can be written. A dry run only looks."""
+    if cfg.dry_run != "off":
+        folders = {"output_dir": Path(cfg.output_dir)}
+        if not cfg.skip_export:
+            folders["export_dir"] = export_folder(cfg).parent
+        errors = []
+        for name, folder in folders.items():
+            there = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                errors.append(f"--{name} {folder}: cannot be written; use another folder")
+        return errors
+    try:
+        Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cfg.output_dir).close()
+    except OSError as e:
+        return [
+            f"--output_dir {cfg.output_dir}: cannot be written: {e.strerror}; use another folder"
+        ]
+    source = Path(cfg.model) if Path(cfg.model).is_dir() else None
+    if not cfg.skip_export and (problem := export_problem(export_folder(cfg), source)):
+        return [f"--export_dir {problem}"]
+    return []
+
+
 def preflight(cfg: Config) -> Any:
     """All that can be known before devices start. Returns the model's config; raises UsageError."""
     hf = load_model_config(cfg)
-    errors = validate(cfg, hf, int(os.environ.get("WORLD_SIZE", "1")))
+    errors = validate(cfg, hf, num_ranks(cfg))
     if specs := override_specs(cfg):
         overrides = kernels.load_overrides(specs)
         errors += kernels.check_constraints(
@@ -2247,17 +2298,7 @@ def preflight(cfg: Config) -> Any:
         )
         if not errors:  # on a throw-away model without memory: conflicts show before devices start
             kernels.apply_overrides(build_model(cfg, hf), overrides, SILENT)
-    try:
-        Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=cfg.output_dir).close()
-    except OSError as e:
-        errors.append(
-            f"--output_dir {cfg.output_dir}: cannot be written: {e.strerror}; use another folder"
-        )
-    else:
-        source = Path(cfg.model) if Path(cfg.model).is_dir() else None
-        if not cfg.skip_export and (problem := export_problem(export_folder(cfg), source)):
-            errors.append(f"--export_dir {problem}")
+    errors += output_problems(cfg)
     if errors:
         raise UsageError("\n".join(errors))
     return hf
@@ -2272,6 +2313,11 @@ def leave(code: int) -> NoReturn:
 
 def run(cfg: Config) -> None:
     """Check, then train, or what --check and --inspect ask for instead."""
+    if cfg.dry_run != "off":
+        sys.modules.setdefault("train_qwen3_trn", sys.modules[__name__])  # plan imports it by name
+        import plan
+
+        return plan.dry_run(cfg)
     hf = preflight(cfg)
     if cfg.check:
         Loader(open_rows(cfg, hf), cfg, 0, 1)
