@@ -4089,3 +4089,134 @@ def plan_cases(names: list[str]) -> dict[str, list[str]]:
         kind, layout, ac = name.split("/")
         cases[name] = arguments(kind, f"{PLANNED_LAYOUTS[layout]} --ac {ac} --resume never")
     return cases
+
+
+PLANS = [
+    f"{kind}/{layout}/{ac}"
+    for kind in ("untied", "moe") for layout in PLANNED_LAYOUTS for ac in ("none", "full")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["untied/tp4/none", "moe/fsdp2_tp2/full", "moe/fsdp2_tp2/none"],
+        pytest.param(PLANS, marks=pytest.mark.slow),
+    ],
+)
+def test_plans_equal_real_runs(names):
+    """Memory that stays and collectives exactly; the peak within 10 %, which is what is promised."""
+    cases = plan_cases(names)
+    real = run_ranks(4, measured, cases)[0]
+    for name, argv in cases.items():
+        plan_ = planned([*argv, "--dry_run", "--world_size", "4", "--device", "cpu"])
+        assert plan_["persistent"] == real[name]["persistent"], name
+        assert plan_["persistent"]["optimizer state"] > 2 * plan_["persistent"]["parameters"]
+        assert plan_["collectives"] == real[name]["collectives"], name
+        assert plan_["peak_bytes"] == pytest.approx(real[name]["peak_bytes"], rel=0.1), name
+        # beyond the formula: four scalars, and the counts of the balance loss
+        moved = sum(row["bytes"] for row in plan_["collectives"])
+        assert 1 <= moved / sum(plan_["minimum_bytes"].values()) <= 1.02, name
+
+
+def uneven_experts(argv: list[str]) -> dict:
+    inputs, labels = batch()
+    return gradients_of(argv, lambda rank: [(inputs[rank::4], labels[rank::4])])[2]
+
+
+def test_experts_that_do_not_divide(tmp_path):
+    """6 experts on 4 ranks are cut along another dim: the same gradients, and nothing is padded."""
+    hf_config("moe", num_experts=6).save_pretrained(tmp_path)
+    argv = ["--model", str(tmp_path), "--random_init", *arguments("moe", "--bs 2")[2:]]
+    many = run_ranks(4, uneven_experts, argv)[0]
+    inputs, labels = batch()
+    (one,) = run_ranks(1, whole_gradients, [*argv, "--bs", "8"])
+    for name, grad in one.items():
+        assert relative(many[name], grad) < TOL * 10, (
+            name
+        )  # sums in another order, then small differences
+    plan_ = planned([*argv, "--dry_run", "--world_size", "4", "--device", "cpu"])
+    parameters = plan_["parameters"]
+    held = plan_["persistent"]["parameters"]
+    assert held < 1.02 * parameters  # 4 bytes over 4 ranks; a padded vocabulary
+    assert inputs.shape == labels.shape
+
+
+def whole_gradients(argv: list[str]) -> dict:
+    return gradients_of(argv, lambda _: [batch()])[2]
+
+
+def dry_run(*flags: str) -> subprocess.CompletedProcess:
+    argv = [sys.executable, str(HERE / "train_qwen3_trn.py"), *flags]
+    env = {k: v for k, v in os.environ.items() if k != "NEURON_LOGICAL_NC_CONFIG"}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_dry_run_of_4096_ranks(tmp_path):
+    """One JSON object and nothing else, for a device that is not here; no file is written."""
+    out = tmp_path / "out"
+    flags = "--dry_run json --world_size 4096 --tp 2 --dp_replicate 16 --nki --gbs 65536 --bs 8"
+    p = dry_run(*flags.split(), "--output_dir", str(out))
+    assert p.returncode == 0, p.stderr
+    found = json.loads(p.stdout)
+    assert found["mesh"] == {"dp_replicate": 16, "dp_shard": 128, "tp": 2}
+    assert found["precision"] == "bfloat16"
+    assert found["micro_batches"] == 4
+    assert found["fits"]
+    assert 0 < found["mfu"] < 1
+    assert {row["group"] for row in found["collectives"]} >= {
+        "tp",
+        "dp_shard",
+        "dp_replicate",
+        "world",
+    }
+    assert not out.exists()
+
+
+def test_dry_run_checks_and_advises():
+    """The checks of a real run; a plan that does not fit names flags and what they give."""
+    p = dry_run("--dry_run", "--world_size", "3", "--tp", "3")
+    assert p.returncode == 2
+    assert "--tp 3 must divide num_attention_heads = 8" in p.stderr
+    p = dry_run(
+        "--dry_run", "--model", "0.6B", "--bs", "16", "--seq_len", "4096", "--world_size", "4"
+    )
+    assert p.returncode == 0, p.stderr
+    assert "does not fit, by" in p.stdout
+    assert re.search(r"--activation_checkpoint full --?.*: .*GiB, fits", p.stdout), p.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--world_size 4", ["--world_size 4", "--dry_run"]),
+        ("--dry_run --world_size 0", ["--world_size 0", "above 0"]),
+        ("--dry_run --world_size 6 --tp 4", ["--tp 4", "ranks, 6"]),
+        ("--dry_run maybe", ["dry_run", "maybe"]),
+        ("--dry_run --world_size 4 --nki --seq_len 100", ["--seq_len 100", "256"]),
+        ("--dry_run --output_dir /proc/version/x", ["--output_dir /proc/version/x"]),
+    ],
+)
+def test_dry_run_refuses(argv, said, monkeypatch):
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    assert all(words in refused(argv) for words in said), refused(argv)
+
+
+@pytest.mark.slow
+def test_outlook_equals_plan():
+    """Two shallow plans foretell a deep one: all layers cost the same."""
+    flags = "--dry_run --model 0.6B --seq_len 1024 --bs 1 --world_size 16 --tp 2 --ac selective"
+    cfg = trn.parse(flags.split())
+    hf = plan.checked(cfg)
+    deep, guess = plan.predict(cfg, hf), plan.outlook(cfg, hf)
+    assert guess["total_bytes"] == pytest.approx(deep["total_bytes"], rel=0.02)
+    assert guess["step_seconds"] == pytest.approx(deep["step_seconds"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_table_of_layouts():
+    rows = list(plan.table())
+    assert len(rows) == 12
+    assert all(
+        re.search(r"\| (fits|does not fit) \| \d+\.\d\d \| \d+ % \|$", row) for row in rows[2:]
+    )

@@ -1346,7 +1346,18 @@ def apply_fsdp(model: Qwen3ForCausalLM, mesh: DeviceMesh, cfg: Config) -> None:
     )
     pin = torch.accelerator.is_available()
     offload = CPUOffloadPolicy(pin_memory=pin) if cfg.cpu_offload else OffloadPolicy()
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    size = mesh[mesh.mesh_dim_names[-1]].size()  # of dp_shard
+
+    def cut(p: nn.Parameter) -> Shard | None:
+        """FSDP pads dim 0 to a multiple of dp_shard: 32 experts on 1,024 ranks would be sent 32 times over.
+        Stacked experts are cut along the first dim that divides instead."""
+        local = local_tensor(p).shape
+        even = [d for d, n in enumerate(local) if n % size == 0]
+        return Shard(even[0]) if len(local) == 3 and even else None
+
+    shard = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=cut
+    )
     reshard = cfg.reshard_after_forward != "never"
     for layer in model.model.layers:
         shard(layer, reshard_after_forward=reshard)
