@@ -4178,12 +4178,10 @@ def test_dry_run_checks_and_advises():
     p = dry_run("--dry_run", "--world_size", "3", "--tp", "3")
     assert p.returncode == 2
     assert "--tp 3 must divide num_attention_heads = 8" in p.stderr
-    p = dry_run(
-        "--dry_run", "--model", "0.6B", "--bs", "16", "--seq_len", "4096", "--world_size", "4"
-    )
+    p = dry_run("--dry_run", "--bs", "256", "--seq_len", "4096", "--ac", "full")
     assert p.returncode == 0, p.stderr
     assert "does not fit, by" in p.stdout
-    assert re.search(r"--activation_checkpoint full --?.*: .*GiB, fits", p.stdout), p.stdout
+    assert re.search(r"--local_batch_size 64: .*GiB, fits", p.stdout), p.stdout
 
 
 @pytest.mark.parametrize(
