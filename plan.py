@@ -606,8 +606,6 @@ def changes(cfg: trn.Config, world_size: int) -> Iterator[dict[str, Any]]:
     for wide in wider:
         yield wide
         yield together | wide
-    if not cfg.cpu_offload:
-        yield {"cpu_offload": True}
 
 
 def spelled(change: dict[str, Any]) -> str:
